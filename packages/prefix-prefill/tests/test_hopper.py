@@ -85,6 +85,8 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "head size 160, pages of 1": (plan(), {"heads": (4, 2), "head_dim": 160, "page": 1, "window": (70, -1),
                                            "lengths": FEW}),
     "head size 256": (plan(128, 64), {"heads": (2, 2), "head_dim": 256}),
+    "head size 208, two programs an SM": (replace(plan(64, 32), loading=40, per_core=2), {
+        "heads": (4, 2), "head_dim": 208, "window": (50, -1), "page": 24, "cached": True}),
     "head size 512": (plan(64, 32), {"heads": (4, 2), "head_dim": 512, "cached": True, "page": 64}),
     "head size 320, split": (plan(64, 32, 3), {"heads": (4, 2), "head_dim": 320, "sinks": True, "window": (50, -1)}),
     "keys of 64, values of 272": (plan(64, 64), {"heads": (4, 2), "head_dim": 64, "head_dim_v": 272}),
@@ -98,8 +100,8 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "capped, 8 bits, new keys": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 64, "cache_dtype": E4M3,
                                                    "softcap": 30.0, "k_scale": -0.5, "v_scale": "tokens"}),
     "capped, no lse": (plan(), {"heads": (4, 2), "head_dim": 64, "softcap": 30.0, "sinks": True, "lse": False}),
-    "capped, no lse, a window, split": (plan(64, 64, 3), {"heads": (4, 2), "head_dim": 96, "softcap": 50.0,
-                                                          "window": (50, -1), "lse": False}),
+    "capped, no lse, a window, split": (replace(plan(64, 64, 3), capping=4), {
+        "heads": (4, 2), "head_dim": 96, "softcap": 50.0, "window": (50, -1), "lse": False}),
     "capped, no lse, drafts": (plan(64, 64), {"heads": (4, 1), "head_dim": 64, "softcap": 5.0, "softmax_scale": 3.0,
                                               "draft_mask": True, "cached": True, "lse": False}),
     "more heads than rows": (plan(64), {"heads": (70, 1), "head_dim": 64, "lengths": FEW}),
@@ -210,8 +212,9 @@ def test_scores_of_either_sign_are_capped_whatever_their_share_of_the_cap(
         keys.abs_()
     batch.forget_inputs()
     # A cap of 10 without the longer series.
-    kernels.prefill(batch, replace(plan(64), capping=3 if softcap == 50 else 2))
-    batch.check()
+    for capping in (3 if softcap == 50 else 2, 4):
+        kernels.prefill(batch, replace(plan(64), capping=capping))
+        batch.check()
 
 
 @pytest.mark.parametrize("share", [0.199, 0.25, 0.79, 0.95, 4.0])
@@ -233,10 +236,11 @@ def test_capped_scores_at_the_limits_of_each_series_weigh_as_by_the_cap_itself(t
     batch.v_cache[batch.block_table[0, : 128 // 16].long()] = 0
     batch.forget_inputs()
     outs = []
-    for chosen in (replace(plan(64), capping=0), plan(64)):
+    for chosen in (replace(plan(64), capping=0), plan(64), replace(plan(64), capping=4)):
         kernels.prefill(batch, chosen)
         outs.append(batch.out.tensor.clone())
-    torch.testing.assert_close(outs[1], outs[0], rtol=0.01, atol=0)
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0.01, atol=0)
 
 
 def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, kernels) -> None:

@@ -420,15 +420,39 @@ def test_short_windows_take_small_tiles_by_two_programs_an_sm_on_sm_90() -> None
     two = PrefillPlan(64, 64, 1, 4, 2, hopper=True, programs=264, per_core=2)
     assert plan_prefill(short, H200) == plan_prefill(replace(short, max_seqlen_q=1), H200) == two
     assert not replace(two, num_stages=3).covers(short)
-    # Half of an SM has room for tiles of 32 keys of wider heads, and no registers for values of 256 numbers.
+    # Half of an SM has room for tiles of 32 keys of wider heads.
     wide = replace(short, head_dim=192, head_dim_v=192)
     assert plan_prefill(wide, H200) == replace(two, block_n=32)
     assert not replace(two, block_n=32).covers(short)
     assert not two.covers(wide)
-    assert plan_prefill(replace(wide, head_dim_v=256), H200).per_core == 1
     for other in (replace(short, left=256), replace(short, right=-1), replace(short, left=-1)):
         assert plan_prefill(other, H200).per_core == 1
         assert plan_prefill(other, H200).block_n == 128
+
+
+def test_chunks_of_heads_of_256_in_windows_up_to_128_are_by_two_programs_an_sm() -> None:
+    """If what loads has fewer registers, there are some for values of 256 numbers. Others were not timed."""
+    cached = replace(PROMPT, left=127, head_dim=256, head_dim_v=256, new_kv=False)
+    two = PrefillPlan(64, 32, 1, 4, 2, hopper=True, programs=264, loading=40, per_core=2)
+    assert plan_prefill(cached, H200) == two
+    assert not replace(two, loading=56).covers(cached)
+    assert not two.covers(replace(cached, head_dim_v=264))
+    others = ({"left": 128}, {"right": 1}, {"max_seqlen_q": 1}, {"new_kv": True}, {"draft": True}, {"page_size": 1},
+              {"head_dim": 248}, {"head_dim_v": 248}, {"head_dim_v": 264}, {"alibi": True})  # fmt: skip
+    for other in others:
+        assert plan_prefill(replace(cached, **other), H200).per_core == 1
+
+
+def test_warps_choose_a_series_of_capped_scores_where_two_programs_share_an_sm_and_it_was_timed() -> None:
+    short = replace(PROMPT, left=127, softcap=50.0, new_kv=False)
+    for size, capping in ((64, 4), (72, 3), (80, 3), (96, 4), (128, 3), (192, 3), (256, 4)):
+        plan = plan_prefill(replace(short, head_dim=size, head_dim_v=size), H200)
+        assert (plan.per_core, plan.capping) == (2, capping)
+    small = replace(short, head_dim=64, head_dim_v=64)
+    for other in ({"softcap": 0.0}, {"new_kv": True}, {"page_size": 1}, {"head_dim_v": 96}, {"draft": True}):
+        assert plan_prefill(replace(small, **other), H200).capping == 3
+    prompt = plan_prefill(replace(small, left=-1, tokens=2**16, max_seqlen_q=2**16), H200)
+    assert (prompt.per_core, prompt.capping) == (1, 3)
 
 
 def test_few_rows_of_capped_scores_are_shared_by_two_programs_an_sm() -> None:
@@ -529,7 +553,8 @@ def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
             names.add(node.module)
     banned = ("torch", "triton", "kernel_reference", "prefix_prefill")
     # Which import nothing of these themselves.
-    pure = {"kernel_reference.integers", "kernel_reference.plans", "prefix_prefill.problem", "prefix_prefill.tiles"}
+    pure = {"kernel_reference.integers", "kernel_reference.plans"}
+    pure |= {f"prefix_prefill.{name}" for name in ("problem", "tiles", "two_programs")}
     assert not {name for name in names - pure if name.partition(".")[0] in banned}
 
 

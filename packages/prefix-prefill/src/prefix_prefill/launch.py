@@ -317,8 +317,8 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         box = min(box, 64)
     k_tiles = column_tiles(problem.head_dim, problem.cache_bits)
     v_tiles = value_tiles(problem.head_dim_v, plan.block_m, problem.cache_bits)
-    if plan.q_in_registers:
-        # One of 256 columns would take more registers than there are.
+    if plan.q_in_registers or (plan.per_core > 1 and problem.head_dim_v > 192):
+        # One of 256 columns would take more registers than there are, or than ptxas gives a product of two an SM.
         k_tiles, v_tiles = ((128, 128) if tiles == (256,) else tiles for tiles in (k_tiles, v_tiles))
     # By 16 rows, as pages are, prompts of 8192, 16384 and 65536 take 1033, 3955 and 68416 us on an H100, not 995, 3822,
     # 65999.

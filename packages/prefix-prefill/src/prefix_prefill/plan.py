@@ -26,16 +26,21 @@ from prefix_prefill.tiles import (
     tiles_in_registers,
     tokens_per_tile,
 )
+from prefix_prefill.two_programs import (
+    LOADING_LARGE,
+    SHORT_WINDOW,
+    fits_twice,
+    has_short_window,
+    is_capped_by_two,
+    is_capped_by_warps,
+    keys_of_two,
+)
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
 _FEW_KEYS = 1024
 # But tiles of few rows are, in pieces of so many keys, where each is so many keys shorter for it: one that decodes
 # behind 1000 and 2000 takes 10.2 and 12.8 us on an H100 in 8 and 16 pieces, 15.2 whole, and 14.9 in 4.
 _SHORT_PIECE, _WORTH_A_MERGE, _MERGED_TOGETHER = 128, 512, 16
-# Of windows up to so many keys tiles are of 64 rows, and two programs share an SM: one's queries come and results go
-# while the other multiplies. 4 x 512 behind 16384, window 128, heads of 64 and 128, 45.7 and 31.3 us on an H100, not
-# 50.2 and 35.5.
-_SHORT_WINDOW = 256
 # Tiles that could be cut are left whole where shapes tell that all programs stay busy (us on an H200, 32 / 8 heads: as
 # the device shares them, and whole). Those that a window keeps this short, behind 16384 and 8000, window 1024: 4 x 512
 # 104.3 and 95.9, 1 x 256 47.8 and 32.6, 64 that decode 90.6 and 76.4, one 23.1 and 17.5; of larger heads, or 8 bits,
@@ -67,7 +72,8 @@ class PrefillPlan(Plan):
     which leaves shared memory's bandwidth to keys and values. ``capping`` 1: weights of capped scores are relative to a
     constant, where that is exact enough; 2: scores up to 0.2 of the cap by a series, too (4 x 512 behind 16384 986 us
     on an H200, not 1220; 1: 1356); 3: and those up to 0.8 of it by a longer one (behind 8192, queries 1, 2, 3, 4.5 and
-    9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 0: to a running max.
+    9 times as large, 294, 320, 319, 330 and 418 us, with 2 296, 422, 420, 442 and 403); 4: as 3, each warp for
+    itself (by two programs an SM 48.7 for 51.6, by one 1094 for 1067); 0: to a running max.
     ``per_core``: programs that share an SM and its registers. ``widened``: 1 where a kernel before it widens 8 bits.
     ``loading``: registers a thread of the warps that load and schedule, 24, 40, 56 or 72; over an 8-bit cache 24, or
     with 72 as many as there are, for converters too (decoding of 31 behind 8192 200 us for 204, a chunk 1871 for 1812).
@@ -98,10 +104,10 @@ class PrefillPlan(Plan):
             problem.tma
             and fits_hopper(problem)
             and self.block_m in ((64,) if problem.largest_head > 256 else (64, 128))
-            and (self.block_n in _blocks_of_keys(problem) or self.block_n == 32 == _keys_of_two(problem))
+            and (self.block_n in _blocks_of_keys(problem) or self.block_n == 32 == keys_of_two(problem))
             and self.num_warps == 4
             and self.num_stages >= 2
-            and self.capping in (0, 1, 2, 3)
+            and self.capping in (0, 1, 2, 3, 4)
             and self.loading in (24, 40, 56, 72)
             and (self.per_core == 1 or (self.per_core == 2 and self._is_shared_by_two(problem)))
             and 0 <= self.widened <= int(self.block_m == 128 and may_be_widened(problem))
@@ -111,17 +117,8 @@ class PrefillPlan(Plan):
     def _is_shared_by_two(self, problem: Problem) -> bool:
         """Whether registers and shared memory of an SM suffice for two of its programs."""
         fits = 2 * shared_bytes(problem, self.block_m, self.block_n, self.num_stages) <= _MOST_SHARED - 8 * 1024
-        return fits and self.block_m == 64 and self.block_n == _keys_of_two(problem) and _fits_twice(problem)
-
-
-def _fits_twice(problem: Problem) -> bool:
-    """Whether half of an SM's registers hold an accumulator, and half of its memory the tiles."""
-    return problem.head_dim <= 256 and problem.head_dim_v <= 192 and problem.cache_bits == 16
-
-
-def _keys_of_two(problem: Problem) -> int:
-    """The keys of a tile of programs that share an SM."""
-    return 64 if problem.largest_head <= 128 else 32
+        fits = fits and self.block_m == 64 and self.block_n == keys_of_two(problem) and fits_twice(problem)
+        return fits and (problem.head_dim_v <= 192 or self.loading == LOADING_LARGE)
 
 
 def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
@@ -303,11 +300,14 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     if block_m == 64 and 128 < problem.head_dim_v <= 256:
         # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
-    if _has_short_window(problem) or (_is_capped_by_two(problem) and (block_m == 64 or few_tiles)):
+    if has_short_window(problem, block_m) or (is_capped_by_two(problem) and (block_m == 64 or few_tiles)):
         # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
+        # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7.
         stages = 4 if problem.largest_head <= 64 else 2
-        return PrefillPlan(64, _keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2)
-    narrow = 0 <= problem.left < _SHORT_WINDOW or problem.softcap or is_gathered(problem)
+        loading = LOADING_LARGE if problem.head_dim_v > 192 else 56
+        two = PrefillPlan(64, keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2, loading=loading)
+        return replace(two, capping=4) if is_capped_by_warps(problem) else two
+    narrow = 0 <= problem.left < SHORT_WINDOW or problem.softcap or is_gathered(problem)
     if block_m == 128 and problem.head_dim_v > 128 and narrow:
         # Capped, 4 x 2048 behind 1000 491 us on an H100, by 128 keys 580; gathered, registers go to what copies.
         block_n = 64
@@ -324,21 +324,6 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
         # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610; of heads of 256 1699, 1797.
         loading = 24
     return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
-
-
-def _is_capped_by_two(problem: Problem) -> bool:
-    """Whether scores are capped, in more instructions than one consumer an SM has time for: 8 drafts of 5 behind 17 to
-    50000, heads of 64, 55.5 us on an H200, so 75.0. What is new, a draft, gathered or shared was not timed.
-    """
-    other = problem.new_kv or problem.draft or problem.alibi or problem.shared or problem.carried
-    plain = not (other or is_gathered(problem) or is_packed(problem))
-    return problem.softcap > 0 and problem.largest_head <= 128 and problem.cache_bits == 16 and plain
-
-
-def _has_short_window(problem: Problem) -> bool:
-    """Whether rows see few more keys than a tile has, and so little that tiles' beginnings and ends count."""
-    short = 0 <= problem.left < _SHORT_WINDOW and 0 <= problem.right < _SHORT_WINDOW
-    return short and _fits_twice(problem) and not (problem.alibi or is_packed(problem))
 
 
 def _holds_queries(problem: Problem) -> bool:

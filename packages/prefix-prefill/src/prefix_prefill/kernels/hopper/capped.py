@@ -22,6 +22,44 @@ SIGMOID: gl.constexpr = gl.constexpr(
 )
 
 
+# What ``exponents_by_warps`` does with so many numbers of a lane at a time. Operands are as many results and scores,
+# and each of seven numbers as often.
+_COUNT = 16
+_SCORES = [f"${_COUNT + i}" for i in range(_COUNT)]
+_NEAR, _CUBED, _REFERENCE, _SCALE, _CAP, _NEAREST, _MIDDLE = (f"${(2 + i) * _COUNT}" for i in range(7))
+_BY_WARPS = [
+    ".reg .f32 m, s, t, k0, k1, k2, k3; .reg .pred far;",
+    f"abs.f32 m, {_SCORES[0]};",
+    *(f"abs.f32 s, {score}; max.f32 m, m, s;" for score in _SCORES[1:]),
+    f"setp.gtu.f32 far, m, {_NEAREST}; vote.sync.any.pred far, far, 0xffffffff; @far bra.uni MIDDLE;",
+    *(
+        f"mul.f32 s, {score}, {score}; fma.rn.f32 s, s, {_CUBED}, {_NEAR}; fma.rn.f32 ${i}, {score}, s, {_REFERENCE};"
+        for i, score in enumerate(_SCORES)
+    ),
+    f"bra.uni DONE; MIDDLE: setp.gtu.f32 far, m, {_MIDDLE}; vote.sync.any.pred far, far, 0xffffffff; @far bra.uni FAR;",
+    f"mul.f32 k0, {_CAP}, {_SCALE}; mul.f32 t, {_SCALE}, {_SCALE}; mul.f32 k1, k0, t; mul.f32 k2, k1, t;",
+    # Those of ``middle_exponents``.
+    "mul.f32 k3, k2, t; mul.f32 k3, k3, 0fB7F46281; mul.f32 k2, k2, 0f3A6E5963; mul.f32 k1, k1, 0fBCA38EAE;",
+    "mul.f32 k0, k0, 0f3EFFFEDB;",
+    *(
+        f"mul.f32 s, {score}, {score}; fma.rn.f32 t, s, k3, k2; fma.rn.f32 t, s, t, k1; fma.rn.f32 t, s, t, k0;"
+        f"fma.rn.f32 ${i}, {score}, t, {_REFERENCE};"
+        for i, score in enumerate(_SCORES)
+    ),
+    # Those of ``exponents``: the first is log2(e), the second -2.
+    f"bra.uni DONE; FAR: mul.f32 k0, {_CAP}, 0f3FB8AA3B; add.f32 k1, k0, {_REFERENCE}; mul.f32 k0, k0, 0fC0000000;",
+    *(
+        f"mul.f32 s, {score}, {_SCALE}; ex2.approx.ftz.f32 s, s; add.f32 s, s, 0f3F800000;"
+        f"rcp.approx.ftz.f32 s, s; fma.rn.f32 ${i}, s, k0, k1;"
+        for i, score in enumerate(_SCORES)
+    ),
+    "DONE:",
+]
+TOGETHER: gl.constexpr = gl.constexpr(_COUNT)
+BY_WARPS: gl.constexpr = gl.constexpr("{ " + " ".join(_BY_WARPS) + " }")
+OPERANDS: gl.constexpr = gl.constexpr(",".join(["=f"] * _COUNT + ["f"] * (8 * _COUNT)))
+
+
 @gluon.jit
 def reference_of(cap):
     """What weights are relative to, in base 2: the cap, or less where weights of twice that would be too small."""
@@ -55,6 +93,20 @@ def middle_exponents(scores, scale, cap):
 
 
 @gluon.jit
+def exponents_by_warps(scores, scale, cap):
+    """As ``near_exponents`` where a warp's scores are up to 0.2 of the cap, else up to 0.8 as ``middle_exponents``,
+    else as ``exponents``: each warp for itself, 16 numbers a lane at a time, and no warp waits for the others.
+    """
+    unit = cap * scale
+    # Powers of the scale are normal numbers.
+    nearest = gl.where((scale > 1e-10) & (scale < 1e10), NEAR / scale, -1.0)
+    middle = gl.where((scale > 1e-4) & (scale < 1e4), MIDDLE / scale, -1.0)
+    cubed = -0.01970316 * unit * scale * scale
+    given = [scores, 0.4999869 * unit, cubed, -reference_of(cap), scale, cap, nearest, middle]
+    return gl.inline_asm_elementwise(BY_WARPS, OPERANDS, given, dtype=gl.float32, is_pure=True, pack=TOGETHER)
+
+
+@gluon.jit
 def added(b_x, row_sum, V, C):
     """Weights and the row sum, from exponents."""
     weights = gl.exp2(b_x)
@@ -81,7 +133,14 @@ def update_by_constant(scores, row_sum, scale, key, bounds, scoring, V, C):
     With CAPPING 2 tiles of no score above 0.2 of the cap, which most are, go without an exponential and a reciprocal,
     with 3 those of none above 0.8 of it, too.
     """
-    if bounds.whole:
+    if C.CAPPING == 4:
+        # Two branches: see ``update_tile``.
+        if bounds.whole:
+            weights, new_sum = added(exponents_by_warps(scores, scale, scoring.cap), row_sum, V, C)
+        else:
+            b_x = exponents_by_warps(scores, scale, scoring.cap)
+            weights, new_sum = added(masked(b_x, key, bounds, scoring, V, C), row_sum, V, C)
+    elif bounds.whole:
         if C.CAPPING >= 2:
             size = gl.max(gl.max(gl.abs(scores), 1), 0) * scale
             # The scale's third power is a normal number.

@@ -92,6 +92,14 @@ def comes_ahead(C):
 
 
 @gluon.constexpr_function
+def asks_first(C):
+    """Whether a consumer asks for an item's queries before all else: kernels of two programs an SM that were timed so,
+    those of large heads and those whose warps cap scores for themselves.
+    """
+    return C.CONSUMERS == 1 and (C.LOADING == 40 or C.CAPPING == 4)
+
+
+@gluon.constexpr_function
 def units_in(C):
     """Units of 64 columns, each in a stage of its own, that a tile's keys come in."""
     return C.D // 64 if C.K_UNITS else 1

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import ROWS, Bounds, begin_of, own_tiles, units_in
+from prefix_prefill.kernels.hopper.config import ROWS, Bounds, asks_first, begin_of, own_tiles, units_in
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, inside_of, is_inside, loop_of, tile_of
@@ -279,6 +279,8 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
     """
     before, meetings = at
     scores, numbers = numbers
+    if asks_first(C):
+        b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
     i_group = afresh(i_group)
     L_S: gl.constexpr = V.L_S
     L_ROW: gl.constexpr = gl.SliceLayout(1, L_S)
@@ -297,7 +299,8 @@ def attend_tile(pointers, memory, k, v, i_group, table, i_item, at, numbers, siz
         if C.NEW_KV and not C.V_TOKENS:
             v_scale = scaled(numbers.v_scale, pointers.scales[1], i_kv * numbers.strides.v_scale)
 
-    b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
+    if not asks_first(C):
+        b_qs = load_q(pointers, i_group, table, i_item, numbers.strides.q, V, C)
     q_power, cached_scale, meetings = store_q(b_qs, memory, i_group, cached_scale, meetings, V, C)
 
     o_m = i_group * ROWS + gl.arange(0, ROWS, L_ROW)

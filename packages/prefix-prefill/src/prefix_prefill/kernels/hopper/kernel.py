@@ -179,12 +179,14 @@ def attend(
                 (schedule, (table, num_splits, batch, p_parts[2], C)),
             ], [4, 2, 2, 1, 1, 1], [ATTENDING, CONVERTING, CONVERTING, FEW, FEW, FEW])  # fmt: skip
     elif C.CONSUMERS == 1:
+        # Two programs an SM with large heads have no more than 256 for a consumer and a warp that loads.
+        FEWER: gl.constexpr = 40 if C.LOADING == 40 else 80
         gl.warp_specialize([
             (consume, (pointers, memory, k, v, 0, True, table, scores, numbers, sizes, C)),
             (load_keys, (d_k_cached, d_k_new, p_table, k_cached, k, table, sizes, batch, C)),
             (load_values, (d_v_cached, d_v_new, p_table, v_cached, v, table, sizes, batch, C)),
             (schedule, (table, num_splits, batch, p_parts[2], C)),
-        ], [1, 1, 1], [80, 80, 80])  # fmt: skip
+        ], [1, 1, 1], [FEWER, FEWER, FEWER])  # fmt: skip
     else:
         # What these leave, the first consumer has. With fewer than 56 the scheduler's warp spills what it looks up, but
         # for tiles that are whole.

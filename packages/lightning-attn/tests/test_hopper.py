@@ -17,7 +17,7 @@ import torch
 
 from kernel_reference.testing import gluon
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from lightning_attn import launch
+from lightning_attn import apart, halves, launch
 from lightning_attn import tensors as groups
 from lightning_attn.plan import DecodePlan, PrefillPlan
 from lightning_attn.trees import arguments as tree_arguments
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.simulated
 
 KERNELS = (
     "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_step", "hopper_chain", "chunked", "recurrent", "trees",
-    "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts", "hopper_float32_step", "hopper",
-    "hopper_tokens", "hopper_float32",
+    "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts", "hopper_float32_step",
+    "hopper_apart", "hopper", "hopper_tokens", "hopper_float32",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
-    hopper, hopper_tokens, hopper_float32 = shadows[-3:]
+    hopper_apart, hopper, hopper_tokens, hopper_float32 = shadows[-4:]
     others = launch.Launch
 
     class Launch:
@@ -61,7 +61,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
             gluon.launch(self.kernel, self.grid[0], *described, *tensors[count:], *self.rest)
 
     def launch_without_tma(kernel: Any, grid: Any, rest: Any, *more: Any, **options: Any) -> Any:
-        for module in (hopper_tokens, hopper_float32):
+        for module in (hopper_apart, hopper_tokens, hopper_float32):
             if kernel.fn.__module__ == module.__name__:
                 shadow = getattr(module, kernel.fn.__name__)
                 return lambda *tensors: gluon.launch(shadow, grid[0], *tensors, *rest)
@@ -69,6 +69,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
 
     monkeypatch.setattr(launch, "TmaLaunch", Launch)
     monkeypatch.setattr(launch, "Launch", launch_without_tma)
+    monkeypatch.setattr(apart, "Launch", launch_without_tma)
+    monkeypatch.setattr(halves, "Launch", launch_without_tma)
     monkeypatch.setattr(tree_launch, "Launch", launch_without_tma)
 
 
@@ -102,7 +104,7 @@ def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> No
 
 @pytest.mark.parametrize(("dtype", "sizes", "shares", "initial"), [
     (torch.bfloat16, (48, 40), 2, False), (torch.float16, (72, 64), 4, False), (torch.bfloat16, (48, 40), 2, True),
-    (torch.float16, (136, 40), 2, False),
+    (torch.float16, (136, 40), 2, False), (torch.float32, (48, 40), 4, True),
 ], ids=str)  # fmt: skip
 def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares, initial) -> None:
     """Of one, four and, in two segments, six and four chunks, the last of them short, of one token, and of padding.
@@ -117,7 +119,38 @@ def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, si
         batch.pool.tensor.copy_(before)
         poison_(batch.out.tensor)
         plan = PrefillPlan(64, 64, 384, 4, 3, 64, True, roles=True, shares=count)
+        if dtype == torch.float32:
+            plan = PrefillPlan(64, 64, 384, 8, 1, 64, True, bf16x6=True, shares=count)
         kernels.prefill(batch, plan, initial=None if initial else False)
+        found.append((batch.out.tensor.clone(), batch.pool.tensor.clone()))
+    for one, other in zip(*found, strict=True):
+        assert_bitwise_equal(one, other)
+    batch.check()
+
+
+@pytest.mark.parametrize("lengths", [[1] * 6, [2, 1, 0, 1, 1, 1], [1, 70, 1, 0, 1]], ids=str)
+@pytest.mark.parametrize(("dtype", "size", "segment"), [
+    (torch.bfloat16, 64, 64), (torch.float16, 72, 0), (torch.float32, 40, 64),
+], ids=str)  # fmt: skip
+def test_tokens_that_are_taken_apart_have_the_same_bits(
+    tensors, kernels, monkeypatch, dtype, size, segment, lengths
+) -> None:
+    """All of them, none of as many rows, and of a batch that holds a prompt; padding among them."""
+    monkeypatch.setattr(apart, "MOST_ROUND", 3)
+    slots, initial = [3, 7, 1, -1, 0, 2], [True, False, True, True, True, True]
+    batch = tensors.ragged(
+        lengths, heads=(1, 2), sizes=(size, 72), dtype=dtype, slots=slots[: len(lengths)], num_slots=8,
+        initial=initial[: len(lengths)],
+    )  # fmt: skip
+    before = batch.pool.tensor.clone()
+    found = []
+    plan = PrefillPlan(64, 64, segment, 4, 2, 128 if size > 64 else 64, True)
+    if dtype == torch.float32:
+        plan = PrefillPlan(64, 64, segment, 8, 1, 64, True, bf16x6=True)
+    for one in (plan, replace(plan, apart=True)):
+        batch.pool.tensor.copy_(before)
+        poison_(batch.out.tensor)
+        kernels.prefill(batch, one)
         found.append((batch.out.tensor.clone(), batch.pool.tensor.clone()))
     for one, other in zip(*found, strict=True):
         assert_bitwise_equal(one, other)
@@ -158,6 +191,18 @@ def test_float32_on_sm_90_is_the_recurrence_as_exactly_as_float32(tensors, kerne
     )  # fmt: skip
     positions = [[-1, 1], [128, 130], [-1, -1], [-1, -1], [64, 70]] if segment else None
     batch.check(snapshots=kernels.prefill(batch, plan, positions))
+
+
+def test_two_launches_beside_each_other_are_the_recurrence_of_a_larger_state_whoever_shares(tensors, kernels) -> None:
+    """Of three segments, the last one short, of which each has one or two programs a launch."""
+    q, k, v = (tensors.normal(1, 2, 261, size) for size in (140, 140, 40))
+    history, slopes = tensors.normal(1, 2, 140, 40), torch.tensor([0.0, 0.02])
+    wanted = tensors.attend(q, k, v, slopes, history, 0.7)
+    plan = PrefillPlan(64, 64, 128, 8, 1, 64, True, bf16x6=True)
+    found = [kernels.attention(replace(plan, shares=n), q, k, v, slopes, history, 0.7) for n in (1, 2)]
+    for one, other, forms in zip(*found, wanted, strict=True):
+        assert_bitwise_equal(one, other)
+        tensors.assert_rounded(one, forms, apart=(0, 1))
 
 
 @pytest.mark.parametrize(("sizes", "tokens"), [((48, 48), 130), ((128, 64), 300)], ids=str)

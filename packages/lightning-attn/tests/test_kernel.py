@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import lightning_attn
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing.codegen import recorded_launches
-from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from lightning_attn import launch, ops
 from lightning_attn.gradients import launch as gradients_launch
 from lightning_attn.kernels import carried, decay
@@ -902,6 +902,34 @@ def test_states_of_more_than_128_rows_on_hopper_are_the_recurrence_with_the_same
     for _ in range(10):
         for first, again in zip((out, state), kernels.attention(plan, q, k, v, tensors.slopes(4), None), strict=True):
             assert_bitwise_equal(first, again)
+
+
+@marked(*on_hopper)
+@pytest.mark.parametrize("pool", ["packed", "transposed"])
+@pytest.mark.parametrize("lengths", [[1] * 300, [2, 0] + [1] * 200, [1] * 80 + [700]], ids=["tokens", "none", "mixed"])
+@pytest.mark.parametrize(("sizes", "segment", "dtype"), [
+    ((128, 128), 2048, BF16), ((64, 96), 0, FP16), ((72, 72), 64, BF16), ((128, 64), 2048, FP32), ((40, 72), 0, FP32),
+], ids=str)  # fmt: skip
+def test_tokens_that_are_taken_apart_on_hopper_have_the_same_bits(
+    tensors, kernels, sizes, segment, dtype, lengths, pool
+) -> None:
+    plan = replace(hopper_plan(sizes[0], segment), num_stages=2, dependent_launch=segment > 0)
+    if dtype == FP32:
+        plan = PrefillPlan(64, 64, segment, 8, 1, 64, hopper=True, bf16x6=True)
+    slots = [-1 if i % 7 == 3 else i for i in range(len(lengths))]
+    options = {"heads": (2, 4), "sizes": sizes, "dtype": dtype, "pool": pool, "slots": slots, "num_slots": 300}
+    batch = tensors.ragged(lengths, initial=[i % 3 > 0 for i in range(len(lengths))], **options)
+    before, found = batch.pool.tensor.clone(), []
+    for one in (plan, replace(plan, apart=True)):
+        for _ in range(5):
+            batch.pool.tensor.copy_(before)
+            poison_(batch.out.tensor)
+            kernels.prefill(batch, one)
+            found.append((batch.out.tensor.clone(), batch.pool.tensor.clone()))
+    batch.check()
+    for results in found:
+        for one, other in zip(results, found[0], strict=True):
+            assert_bitwise_equal(one, other)
 
 
 @marked(*on_hopper)

@@ -13,7 +13,7 @@ import pytest
 import lightning_attn.plan
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.forks import run_alone
-from lightning_attn.fitting import SHORT, narrowed, shared, staged, staged_by_mean, widened
+from lightning_attn.fitting import SHORT, apart, narrowed, shared, staged, staged_by_mean, widened
 from lightning_attn.gradients.plan import groups_at_once
 from lightning_attn.plan import (
     BackwardProblem,
@@ -207,6 +207,14 @@ def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_els
             assert staged(other, shape, 1) == other
         assert staged_by_mean(plan, shape, 128 * 9, 9) == short
         assert staged_by_mean(plan, shape, 128 * 9 + 1, 9) == plan
+        assert apart(short, shape, 9, 9) == replace(short, apart=short.segment == 0)
+        assert apart(short, shape, 10, 9) == short
+        assert apart(plan, shape, 9, 9) == plan
+        assert replace(short, apart=True).covers(shape)
+        assert not replace(plan, apart=True).covers(shape)
+        exact = plan_prefill(shape, "float32", H200, suits_tma=True)
+        assert apart(exact, shape, 9, 9) == replace(exact, apart=True)
+        assert apart(exact, shape, 10, 9) == exact
     # With three, two programs share an SM.
     shape = Heads(64, 64, 64, 64)
     plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
@@ -243,7 +251,11 @@ def test_programs_share_segments_where_they_leave_sms_idle_and_nowhere_else() ->
         found = shared(plan, shape, segments, H200)
         assert found == replace(plan, shares=shares), (heads, size, segments)
         assert found.covers(shape)
-    assert shared(plan_prefill(TP8, "float32", H200), TP8, 1, H200).shares == 1
+    exact, wide = plan_prefill(TP8, "float32", H200, suits_tma=True), Heads(8, 8, 256, 256)
+    assert [shared(exact, TP8, segments, H200).shares for segments in (1, 2, 4, 5)] == [4, 4, 2, 1]
+    assert shared(exact, TP8, 1, H200).covers(TP8)
+    of_wide = plan_prefill(wide, "float32", H200, suits_tma=True)
+    assert [shared(of_wide, wide, segments, H200).shares for segments in (1, 2)] == [2, 1]
     # Those of another kernel, by roles then.
     odd = Heads(8, 8, 72, 72)
     plan = plan_prefill(odd, "bfloat16", H200, suits_tma=True)

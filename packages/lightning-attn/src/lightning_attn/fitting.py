@@ -11,6 +11,7 @@ from lightning_attn.plan import (
     DeviceLimits,
     Heads,
     PrefillPlan,
+    PrefillProblem,
     hopper_columns,
     stages_of_roles,
 )
@@ -42,6 +43,17 @@ def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int)
     return staged(plan, heads, 1) if tokens <= 128 * sequences else plan
 
 
+def apart(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> PrefillPlan:
+    """A plan of :func:`plan_prefill` for packed sequences that may have one token each, with the same bits.
+
+    In 16 bits not of few heads, for which it would be a layer's seventh kernel.
+    """
+    is_seventh = plan.segment > 0 and not plan.bf16x6
+    if not plan.hopper or plan.roles or plan.chained or heads.head_qk > 128 or is_seventh:
+        return plan
+    return replace(plan, apart=tokens == sequences)
+
+
 def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:
     """A plan of :func:`plan_prefill` for so many segments of all sequences, with the same results bit for bit.
 
@@ -58,18 +70,31 @@ def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits
     return replace(plan, block_e=128, num_warps=8, num_stages=3, block_d=hopper_columns(heads), roles=False)
 
 
+def may_share(problem: PrefillProblem, segment: int) -> bool:
+    """Whether programs may share a segment: not backwards, nor with snapshots, nor where none is of several.
+
+    A sequence of one, in a pool that states are begun from too, is taken by one program: see the kernel. In float32
+    neither is dq made so, nor a part of a larger state whose launches follow each other.
+    """
+    is_short = problem.ragged and problem.initial is not None and problem.rows <= segment
+    is_plain = not (is_short or problem.reversed or problem.snapshots or problem.in_turn)
+    return is_plain and not (problem.is_gradient and problem.dtype == "float32")
+
+
 def shared(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:
     """A plan of :func:`plan_prefill` for so many segments of all sequences, with the same results bit for bit.
 
     Where they leave SMs idle, several programs share each, by roles. On an H100, us: 4 x 500 tokens, 4 heads of 64,
     11.5, by two and four programs 9.9 and 9.4; 500 tokens, 8 heads of 72, 13.6, 10.4 and 9.7.
     """
-    if not (plan.hopper and plan.segment and segments) or plan.bf16x6:
+    if not (plan.hopper and plan.segment and segments):
         return plan
-    shares = limits.cores // (heads.num_heads * cdiv(heads.head_v, 64) * segments)
+    # In float32 a state of more than 128 rows is two programs'.
+    of_segment = heads.num_heads * cdiv(heads.head_v, 64) * (2 if plan.bf16x6 and heads.head_qk > 128 else 1)
+    shares = limits.cores // (of_segment * segments)
     if shares < 2:
         return plan
-    if not plan.roles:
+    if not plan.roles and not plan.bf16x6:
         stages = min(4, stages_of_roles(heads))
         plan = replace(plan, roles=True, block_d=64, block_e=64, num_warps=4, num_stages=stages)
     return replace(plan, shares=min(shares, MOST_SHARES))

@@ -27,8 +27,9 @@ from kernel_reference.launching import (
     launch_nothing,
 )
 from kernel_reference.together import compiled_together
-from lightning_attn.fitting import SHORT, narrowed, shared, staged, staged_by_mean, widened
-from lightning_attn.halves import by_halves
+from lightning_attn.apart import behind_tokens, programs_apart, takes_tokens
+from lightning_attn.fitting import SHORT, apart, may_share, narrowed, shared, staged, staged_by_mean, widened
+from lightning_attn.halves import MOST_ROWS, are_beside, beside, in_turn
 from lightning_attn.kernels import carried, chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
 from lightning_attn.plan import (
@@ -139,7 +140,7 @@ def _plan_prefill(
         fail("plan", wanted, pinned)
     limits = device_limits(device)
     plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
-    if plan.segment and _may_share(problem, plan.segment):
+    if plan.segment and may_share(problem, plan.segment):
         # Of a ragged batch the least that it may have.
         of_rows = cdiv(problem.rows, plan.segment)
         segments = max(problem.sequences, of_rows) if problem.ragged else problem.sequences * of_rows
@@ -148,15 +149,17 @@ def _plan_prefill(
             return by_several
     # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
-        return staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
+        plan = staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
+        return apart(plan, problem.heads, problem.rows, problem.sequences) if takes_tokens(problem) else plan
     if problem.rows <= SHORT or problem.is_gradient:
         return staged(plan, problem.heads, problem.rows)
     return widened(plan, problem.heads, _segments(problem, plan), limits)
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
-    if plan.hopper and plan.bf16x6 and problem.heads.head_qk > 128:
-        return by_halves(problem, lambda half: _make_prefill(half, plan, device))
+    is_beside = are_beside(problem, plan)
+    if not is_beside and plan.hopper and plan.bf16x6 and problem.heads.head_qk > MOST_ROWS:
+        return in_turn(problem, lambda half: _make_prefill(half, plan, device))
     sizes, strides = _sizes(problem.heads, plan, problem), _strides(problem)
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * _segments(problem, plan), 1, 1)
     rest = (problem.rows, problem.sequences, problem.num_slots, problem.snapshots, problem.scale)
@@ -165,17 +168,28 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
         return Launch(recurrent.prefill, grid, arguments, device, num_warps=plan.num_warps)
     if plan.roles and plan.segment and not problem.ragged:
         sizes = sizes._replace(PART=plan.part or plan.segment, SUMMED=_most_summed(problem.heads))
+    is_apart = plan.apart and takes_tokens(problem)
+    if is_apart:
+        sizes, grid = sizes._replace(APART=True), (programs_apart(problem, grid[0]), 1, 1)
     main: Callable[..., None]
     if plan.hopper and plan.bf16x6:
         from lightning_attn.kernels import hopper_float32
 
-        main = Launch(hopper_float32.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps)
+        if is_beside:
+            main = beside(problem, hopper_float32.prefill, grid, (*rest, strides), sizes, device)
+        else:
+            main = Launch(
+                hopper_float32.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps,
+                dependent_launch=sizes.APART,
+            )  # fmt: skip
     elif plan.hopper:
         main = _hopper_launch(problem, plan, grid, rest, strides, sizes, device)
     else:
         main = Launch(
             chunked.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps, num_stages=plan.num_stages
         )  # fmt: skip
+    if is_apart:
+        main = behind_tokens(main, problem, sizes, strides, device)
     finish = _finish_launch(problem, sizes, strides, device) if problem.snapshots else launch_nothing
     if plan.segment and not plan.chained:
         return _with_segments(problem, plan, sizes, device, main, finish)
@@ -202,12 +216,11 @@ def _hopper_launch(
     columns = (plan.block_d, plan.block_d, plan.block_e, plan.block_e)
     operands = (problem.q, problem.k, problem.v, problem.o)
     boxes = [_tma_box(operand, plan.chunk, width) for operand, width in zip(operands, columns, strict=True)]
-    # Sequences of one token, of which a ragged batch may have many, take none of their rows by TMA.
-    takes_tokens = problem.ragged and problem.final is not None and not (problem.snapshots or problem.reversed)
-    strides = strides if takes_tokens else strides._replace(q=None, k=None, v=None)
+    by_pointer = takes_tokens(problem)
+    strides = strides if by_pointer else strides._replace(q=None, k=None, v=None)
     launch = TmaLaunch(
         kernel, grid, (*counts, strides, sizes), device, boxes, num_warps=plan.num_warps,
-        dependent_launch=sizes.DEPENDENT_LAUNCH,
+        dependent_launch=sizes.DEPENDENT_LAUNCH or sizes.APART,
     )  # fmt: skip
 
     chains = _chains(problem, plan.segment) if plan.chained else 0
@@ -216,7 +229,7 @@ def _hopper_launch(
 
     # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
     def run(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets):  # type: ignore[no-untyped-def]
-        rows = (q, k, v) if takes_tokens else (None, None, None)
+        rows = (q, k, v) if by_pointer else (None, None, None)
         turns = None
         if plan.chained:
             between = new_states()
@@ -250,7 +263,7 @@ def _with_segments(
 ) -> Callable[..., None]:  # fmt: skip
     """Segments in parallel, after the one or two launches that make the states between them."""
     strides, segment, most_summed = _strides(problem), plan.segment, sizes.SUMMED
-    sizes = sizes._replace(SUMMED=0)
+    sizes = sizes._replace(SUMMED=0, APART=False)
     counts = (problem.rows, problem.sequences, problem.num_slots)
     # A sequence has states to carry if it is longer than a segment: see schedule.carried_slot.
     chains = _chains(problem, segment)
@@ -361,7 +374,8 @@ def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: tor
 
 
 def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = None) -> Sizes:
-    is_wide = is_reversed = adds = False
+    is_wide = is_reversed = False
+    turn = 0
     precision = None
     if problem is not None:
         if problem.dtype == "float32":
@@ -370,13 +384,13 @@ def _sizes(heads: Heads, plan: PrefillPlan, problem: PrefillProblem | None = Non
         longest = max(plan.block_d, heads.head_qk, heads.head_v)
         operands = (problem.q, problem.k, problem.v, problem.o)
         is_wide = any(max(plan.chunk * o.strides[1], longest * o.strides[3]) >= 2**31 for o in operands)
-        is_reversed, adds = problem.reversed, problem.adds
+        is_reversed, turn = problem.reversed, problem.in_turn
     num_heads = heads.num_heads
     return Sizes(
         num_heads, num_heads // heads.num_heads_qk, num_heads // heads.num_heads_v, heads.head_qk, heads.head_v,
         plan.block_d, plan.block_e, plan.chunk, plan.segment, plan.num_stages, is_reversed, is_wide, precision,
         plan.dependent_launch, plan.chained, plan.num_warps if plan.hopper else Sizes._field_defaults["WARPS"],
-        ADDS=adds,
+        IN_TURN=turn,
     )  # fmt: skip
 
 
@@ -407,19 +421,10 @@ def _segments(problem: PrefillProblem, plan: PrefillPlan) -> int:
     """
     if not plan.segment:
         return problem.sequences + problem.ragged
-    shares = plan.shares if _may_share(problem, plan.segment) else 1
+    shares = plan.shares if may_share(problem, plan.segment) else 1
     if problem.ragged:
         return (problem.rows // plan.segment + problem.sequences + 1) * shares
     return problem.sequences * cdiv(problem.rows, plan.segment) * shares
-
-
-def _may_share(problem: PrefillProblem, segment: int) -> bool:
-    """Whether programs may share a segment: not backwards, nor with snapshots, nor where none is of several.
-
-    A sequence of one, in a pool that states are begun from too, is taken by one program: see the kernel.
-    """
-    is_short = problem.ragged and problem.initial is not None and problem.rows <= segment
-    return not (is_short or problem.reversed or problem.snapshots)
 
 
 def _chains(problem: PrefillProblem, segment: int) -> int:

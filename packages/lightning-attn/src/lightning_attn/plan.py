@@ -72,8 +72,8 @@ class PrefillProblem:
     reversed: bool = False
     # How a gradient's memory is laid out is no caller's choice, so that no caller is told of it.
     is_gradient: bool = False
-    # Outputs are added to what is there.
-    adds: bool = False
+    # Of two launches for parts of a larger state the first or the second, which adds its outputs to the first one's.
+    in_turn: int = 0
 
     def suits_tma(self) -> bool:
         """Whether TMA can address q, k, v and o, if they are 16-byte aligned."""
@@ -146,7 +146,9 @@ class PrefillPlan(Plan):
     H100, 64 heads of 64, 16384 tokens: 282 us, in chains of 1024 tokens 264, of 256 234; but of 16 x 500 tokens 98 and
     124, and of 8 heads of 128, 32768 tokens, 152 and, of 2048, 162.
     ``roles``: by that for sm_90 whose warps load, make scores, or follow a state, the only one of more than 128 rows.
-    ``shares``: so many programs by roles share each segment, with the same bits.
+    ``shares``: so many programs by roles, or in float32 on sm_90, share each segment, with the same bits.
+    ``apart``: by the kernels for sm_90, a packed batch of as many rows as sequences has a launch ahead for sequences of
+    one token, if all are, with the same bits.
     """
 
     chunk: int
@@ -162,6 +164,7 @@ class PrefillPlan(Plan):
     roles: bool = False
     part: int = 0
     shares: int = 1
+    apart: bool = False
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -177,7 +180,8 @@ class PrefillPlan(Plan):
             return False
         if self.roles and not self.hopper:
             return False
-        if self.shares != 1 and not (self.roles and self.segment and self.num_stages >= 3):
+        shares_by_roles = self.roles and self.num_stages >= 3
+        if self.shares != 1 and not (self.segment and self.hopper and (shares_by_roles or self.bf16x6)):
             return False
         if not 1 <= self.shares <= MOST_SHARES:
             return False
@@ -186,6 +190,8 @@ class PrefillPlan(Plan):
         if self.part and (not 0 < self.part <= self.segment or self.part % self.chunk or self.segment % self.part):
             return False
         if (self.dependent_launch or self.roles) and self.chained:
+            return False
+        if self.apart and (not self.hopper or self.roles or self.chained or heads.head_qk > 128):
             return False
         if not self.hopper:
             return True

@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lightning_attn.kernels.chunked import in_units
 from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate, unit_of
+from lightning_attn.kernels.hopper_apart import has_work, items_of
 from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
+from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
 from lightning_attn.kernels.hopper_ring import (
     Ring,
     Work,
@@ -34,6 +36,7 @@ from lightning_attn.kernels.hopper_ring import (
     state_layout,
 )
 from lightning_attn.kernels.hopper_rows import (
+    hidden_zero,
     load_state,
     single_token,
     store_snapshots,
@@ -53,9 +56,9 @@ from lightning_attn.kernels.schedule import (
     chain_of,
     chunks_in_reach,
     has_initial,
+    item,
     locate,
     next_snapshot,
-    program,
     rows_of_head,
     segment_rows,
     slot_of,
@@ -72,25 +75,49 @@ def prefill(
     A box may have more columns, 64 or 128, than there are: TMA loads zeros for the others, and stores none of them.
 
     p_q, p_k, p_v None: sequences of one token are chunks as others are. CHAINED: segments pass their states on, in
-    p_carried, two slots a chain; p_turns, of as many chains, heads and tiles, begins as zeros.
+    p_carried, two slots a chain; p_turns, of as many chains, heads and tiles, begins as zeros. APART: see
+    hopper_apart.py.
     """
+    tensors = Operands(d_q, d_k, d_v, d_o)
+    pointers = Operands(p_q, p_k, p_v, p_o)
+    batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
+    snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
+    pools = Pools(
+        States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried)
+    )
+    decays = Decays(p_slopes, scale)
+    programs = gl.num_programs(0)
+    if sizes.APART:
+        if has_work(batch, sizes):
+            for i_item in range(gl.program_id(0), items_of(batch, sizes), programs):
+                items = items_of(batch, sizes)
+                prefill_item(i_item, items, tensors, pointers, batch, pools, p_turns, snapshots, decays, strides, sizes)
+                tl.debug_barrier()
+    else:
+        prefill_item(
+            gl.program_id(0), programs, tensors, pointers, batch, pools, p_turns, snapshots, decays, strides, sizes
+        )
+
+
+@gluon.jit
+def prefill_item(
+    i_item, items, tensors, pointers, batch, pools, p_turns, snapshots, decays, strides, sizes: gl.constexpr
+):
+    """What one program of as many as there are items does."""
     CHUNK: gl.constexpr = sizes.CHUNK
     D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     SEGMENT: gl.constexpr = sizes.SEGMENT
     STAGES: gl.constexpr = sizes.STAGES
     REVERSED: gl.constexpr = sizes.REVERSED
-    batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
-    snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
-    initial, final, carried = (
-        States(p_initial, strides.initial),
-        States(p_final, strides.final),
-        States(p_carried, strides.carried),
-    )
+    d_q, d_k, d_v, d_o = tensors
+    initial, final, carried = pools
+    p_slopes, scale = decays
     TILES: gl.constexpr = (sizes.E + BLOCK_E - 1) // BLOCK_E
     CHAINED: gl.constexpr = sizes.CHAINED
     # A ragged batch's prompts come last, as engines have it: begun first, they run beside the rows of one token.
-    i_e, i_h, i_w = program(sizes.H, TILES, REVERSED if CHAINED else SEGMENT > 0 or p_cu is not None)
+    LAST_FIRST: gl.constexpr = REVERSED if CHAINED else SEGMENT > 0 or batch.p_cu is not None
+    i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, LAST_FIRST)
     i_n, i_segment, first, last = locate(batch, i_w, SEGMENT, CHAINED)
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)
@@ -99,20 +126,20 @@ def prefill(
     length = last - first
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
-    o = rows_of_head(p_o, strides.o, i_n, i_h.to(gl.int64), 1)
+    o = rows_of_head(pointers.o, strides.o, i_n, i_h.to(gl.int64), 1)
     if sizes.DEPENDENT_LAUNCH:
-        if rows <= SEGMENT:
+        if batch.count.rows <= SEGMENT:
             # Nothing of this call is ahead, but a kernel that may have written q, k and v.
             tl.extra.cuda.gdc_wait()
-    if p_q is not None:
+    if pointers.q is not None:
         # Loaded with the bounds and the slot, not after them: for one token each wait for memory shows.
         has = has_initial(batch, i_n)
         # There may be a program for a second segment of it, which has no rows.
         if (length == 1) & (slot >= 0) & (begin < end):
             i_first = i_n * 0
-            q = rows_of_head(p_q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
-            k = rows_of_head(p_k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
-            v = rows_of_head(p_v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
+            q = rows_of_head(pointers.q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
+            k = rows_of_head(pointers.k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
+            v = rows_of_head(pointers.v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
             single_token((q, k, v, o), begin, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
             # No chunk is left.
             end = begin
@@ -120,17 +147,16 @@ def prefill(
         if sizes.DEPENDENT_LAUNCH:
             tl.extra.cuda.gdc_wait()
         store_zeros(o, begin, end, column, sizes)
-        if p_cu is not None:
-            if (i_n == num_sequences) & (i_segment == 0):
+        if batch.p_cu is not None:
+            if (i_n == batch.count.sequences) & (i_segment == 0):
                 # Rows before the first sequence.
                 before, _ = bounds(batch, 0)
                 store_zeros(o, 0, before.to(gl.int32), column, sizes)
     elif begin < end:
         # The packed rows of a ragged batch are one box.
-        i_box = i_n.to(gl.int32) if p_cu is None else 0
+        i_box = i_n.to(gl.int32) if batch.p_cu is None else 0
         i_h_qk = i_h // sizes.RATIO_QK
         i_h_v = i_h // sizes.RATIO_V
-        tensors = (d_q, d_k, d_v, d_o)
         dtype: gl.constexpr = d_q.dtype
         q_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
         k_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
@@ -172,7 +198,7 @@ def prefill(
 
         L_S: gl.constexpr = state_layout(sizes)
         L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
-        o_d = gl.arange(0, D, gl.SliceLayout(0, L_S))
+        o_d = hidden_zero(sizes) + gl.arange(0, D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
         S = zero_state(sizes)
         is_carried = False
@@ -186,7 +212,7 @@ def prefill(
             if is_carried:
                 i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
                 S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
-        if p_initial is not None:
+        if initial.p is not None:
             if has_initial(batch, i_n) and not is_carried:
                 S = load_state(initial, slot, i_h, o_d, o_e, sizes)
         FP16: gl.constexpr = dtype == gl.float16
@@ -196,9 +222,9 @@ def prefill(
 
         rate = base_two_rate(p_slopes, i_h)
         # The layouts of queries and keys where their weights are needed.
-        o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, L_SCORES))
+        o_i = hidden_zero(sizes) + gl.arange(0, CHUNK, gl.SliceLayout(0, L_SCORES))
         o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, L_SCORES))
-        o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
+        o_k = hidden_zero(sizes) + gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
         distance = o_i[None, :] - o_j[:, None]
         # In float16 rows are queries, and columns keys.
         if REVERSED != FP16:
@@ -228,7 +254,7 @@ def prefill(
                     pass_on(carried, chain, i_h, turn, o_d, o_e, S[0], own_S, (rate, lost), end - begin, sizes)
                     end_turn(p_turn, turn + 1)
 
-        SNAPSHOTS: gl.constexpr = p_positions is not None
+        SNAPSHOTS: gl.constexpr = snapshots.p_positions is not None
         whole_from = 0
         whole_to = chunks
         if REVERSED:
@@ -242,7 +268,7 @@ def prefill(
             if rest > 0:
                 whole_to = chunks - 1
         store_weights(buffers, rate, o_i, o_k, CHUNK, scale, REVERSED, SHORT=False, IN_UNITS=IN_UNITS)
-        if p_positions is not None:
+        if snapshots.p_positions is not None:
             # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
             stop = next_snapshot(snapshots, batch, i_n, begin, CHUNK)
             if stop == begin:
@@ -253,7 +279,7 @@ def prefill(
             row = start + i * stride
             chunk = Chunk(i, row, row + (STAGES - 1) * stride, CHUNK)
             S = (step(tensors, ring, buffers, o, work, chunk, S[0], decay, sizes, False, SNAPSHOTS),)
-            if p_positions is not None:
+            if snapshots.p_positions is not None:
                 if row + CHUNK == stop:
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, S, sizes)
                     stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
@@ -266,7 +292,7 @@ def prefill(
                 short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
                 S = (step(tensors, ring, buffers, o, work, short, S[0], rest_decay, sizes, True, SNAPSHOTS),)
         tma.store_wait(0)
-        if p_final is not None:
+        if final.p is not None:
             # Read again: in the main loop the registers are needed.
             first_again, last_again = bounds(batch, i_n)
             is_last = end == last_again

@@ -8,24 +8,27 @@ of parts take turns: while the products of one piece are made, the next one is c
     scores += k q^T    seen += S^T q^T    S^T' = decayed S^T + (v entering)^T k    in flight together, piece by piece
     o^T = seen + v^T scores
 
-A state has 128 rows at most. A larger one is two, of half the rows each, whose outputs are added up (``sizes.ADDS``).
+A state has 128 rows at most. A larger one is two, of two launches whose outputs are added up (``sizes.IN_TURN``
+or ``BESIDE``; see halves.py). Several programs may share a segment, as those by roles.
 
 Tensor cores cut off what they add to an accumulator, toward zero: every sum starts from zero, with its smallest terms,
 and has at most 64 columns; sums of these, and with what was there before, are made in registers.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate, rest_of_rate
+from lightning_attn.kernels.hopper_apart import has_work, items_of
 from lightning_attn.kernels.hopper_float32_step import (
     allocate_pieces,
     first_pieces,
-    load_piece,
-    own_step,
+    follow,
     step,
 )
-from lightning_attn.kernels.hopper_parts import allocate_parts, load_rows, product_layout, rows_layout
+from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
+from lightning_attn.kernels.hopper_parts import allocate_parts, product_layout, rows_layout
 from lightning_attn.kernels.hopper_ring import pieces_of
 from lightning_attn.kernels.hopper_rows import (
     load_state,
@@ -41,14 +44,17 @@ from lightning_attn.kernels.schedule import (
     States,
     bounds,
     carried_slot,
+    chunks_before,
     chunks_in_reach,
     has_initial,
+    item,
     locate,
     locate_state,
     next_snapshot,
     program,
     rows_of_head,
     segment_rows,
+    shares_of,
     slot_of,
 )
 
@@ -72,27 +78,59 @@ def prefill(
     p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_positions, p_snapshot_slots,
     rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
 ):  # fmt: skip
-    """``chunked.prefill``, with its arguments."""
+    """``chunked.prefill``, with its arguments. APART: see hopper_apart.py."""
+    pointers = Operands(p_q, p_k, p_v, p_o)
+    batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
+    snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
+    pools = Pools(
+        States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried)
+    )
+    decays = Decays(p_slopes, scale)
+    programs = gl.num_programs(0)
+    if sizes.BESIDE == 1:
+        # All that this launch has waited for has ended.
+        tl.extra.cuda.gdc_launch_dependents()
+    if sizes.APART:
+        if has_work(batch, sizes):
+            for i_item in range(gl.program_id(0), items_of(batch, sizes), programs):
+                items = items_of(batch, sizes)
+                prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strides, sizes)
+                tl.debug_barrier()
+    else:
+        prefill_item(gl.program_id(0), programs, pointers, batch, pools, snapshots, decays, strides, sizes)
+    if sizes.BESIDE == 2:
+        # What is behind waits for this launch, and so for both.
+        tl.extra.cuda.gdc_wait()
+
+
+@gluon.jit
+def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strides, sizes: gl.constexpr):
+    """What one program of as many as there are items does."""
     CHUNK: gl.constexpr = sizes.CHUNK
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     SEGMENT: gl.constexpr = sizes.SEGMENT
     REVERSED: gl.constexpr = sizes.REVERSED
-    batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
-    snapshots = Snapshots(p_positions, p_snapshot_slots, num_snapshots)
-    initial, final, carried = (
-        States(p_initial, strides.initial),
-        States(p_final, strides.final),
-        States(p_carried, strides.carried),
-    )
-    i_e, i_h, i_w = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E, SEGMENT > 0)
+    initial, final, carried = pools
+    p_slopes, scale = decays
+    TILES: gl.constexpr = (sizes.E + BLOCK_E - 1) // BLOCK_E
+    i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, SEGMENT > 0)
     i_h = i_h.to(gl.int64)
+    # Not backwards, nor what dq is made of, which leaves no state.
+    PLAIN: gl.constexpr = snapshots.p_positions is None and final.p is not None and not REVERSED
+    SHARED: gl.constexpr = SEGMENT > 0 and PLAIN and not (sizes.APART or sizes.IN_TURN)
+    i_share = 0
+    shares = 1
+    if SHARED:
+        shares = shares_of(batch, sizes.H * TILES, SEGMENT)
+        i_share = i_w % shares
+        i_w = i_w // shares
     i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
     i_n = i_n.to(gl.int64)
-    q = rows_of_head(p_q, strides.q, i_n, i_h, sizes.RATIO_QK)
-    k = rows_of_head(p_k, strides.k, i_n, i_h, sizes.RATIO_QK)
-    v = rows_of_head(p_v, strides.v, i_n, i_h, sizes.RATIO_V)
-    o = rows_of_head(p_o, strides.o, i_n, i_h, 1)
+    q = rows_of_head(pointers.q, strides.q, i_n, i_h, sizes.RATIO_QK)
+    k = rows_of_head(pointers.k, strides.k, i_n, i_h, sizes.RATIO_QK)
+    v = rows_of_head(pointers.v, strides.v, i_n, i_h, sizes.RATIO_V)
+    o = rows_of_head(pointers.o, strides.o, i_n, i_h, 1)
     # A sequence's rows are counted in 32 bits.
     first = first.to(gl.int32)
     last = last.to(gl.int32)
@@ -100,8 +138,17 @@ def prefill(
     length = last - first
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
-    TAKES_TOKENS: gl.constexpr = p_cu is not None and p_positions is None and p_final is not None
-    if TAKES_TOKENS and not REVERSED:
+    lead = 0
+    if SHARED:
+        of_segment = (end - begin + CHUNK - 1) // CHUNK
+        if batch.p_cu is not None:
+            if initial.p is not None:
+                # Its last program stores a state in the slot that the others would begin from.
+                shares = gl.where(length <= SEGMENT, 1, shares)
+        lead = chunks_before(i_share, shares, of_segment)
+        upto = chunks_before(i_share + 1, shares, of_segment)
+        end = gl.where(upto > lead, gl.minimum(end, begin + upto * CHUNK), begin)
+    if batch.p_cu is not None and PLAIN:
         # There may be a program for a second segment of it, which has no rows.
         if (length == 1) & (slot >= 0) & (begin < end):
             has = has_initial(batch, i_n)
@@ -109,9 +156,9 @@ def prefill(
             # No chunk is left.
             end = begin
     if slot < 0:
-        store_zeros(o, begin, end, column, sizes)
-        if p_cu is not None:
-            if (i_n == num_sequences) & (i_segment == 0):
+        store_zeros(o, begin + lead * CHUNK, end, column, sizes)
+        if batch.p_cu is not None:
+            if (i_n == batch.count.sequences) & (i_segment == 0) & (i_share == 0):
                 # Rows before the first sequence.
                 before, _ = bounds(batch, 0)
                 store_zeros(o, 0, before.to(gl.int32), column, sizes)
@@ -133,18 +180,24 @@ def prefill(
             if is_carried:
                 i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
                 S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
-        if p_initial is not None:
+        if initial.p is not None:
             if has_initial(batch, i_n) and not is_carried:
                 S = load_state(initial, slot, i_h, o_d, o_e, sizes)
         rate = base_two_rate(p_slopes, i_h)
         rates = (rate, rest_of_rate(p_slopes, i_h, rate))
-        if p_positions is not None:
+        if snapshots.p_positions is not None:
             # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
             stop = next_snapshot(snapshots, batch, i_n, begin, CHUNK)
             if stop == begin:
                 if begin == first:
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, S, sizes)
                 stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
+        if SHARED:
+            if lead > 0:
+                # Up to its own chunks, with the bits that whoever takes the others gives the state.
+                S = follow((parts.k, parts.weighted), (k, v), S, rates, scale, begin, end, lead, column, sizes)
+                start += lead * CHUNK
+                chunks -= lead
         of_first = gl.minimum(end - start, CHUNK)
         ahead = first_pieces(parts, q, k, v, S, rates, scale, start, of_first, column, sizes)
         for i in range(chunks):
@@ -155,11 +208,11 @@ def prefill(
             S, ahead = step(
                 parts, ahead, following, o, S, rates, scale, row, of_chunk, column, sizes
             )  # fmt: skip
-            if p_positions is not None:
+            if snapshots.p_positions is not None:
                 if row + CHUNK == stop:
                     store_snapshots(snapshots, batch, final, i_n, stop, i_h, o_d, o_e, S, sizes)
                     stop = next_snapshot(snapshots, batch, i_n, stop + 1, CHUNK)
-        if p_final is not None:
+        if final.p is not None:
             is_last = end == last
             if REVERSED:
                 is_last = begin == first
@@ -207,7 +260,6 @@ def segment_states(
             k_parts = k_parts + (allocate_parts(CHUNK, BLOCK_D),)
         weighted = allocate_parts(CHUNK, BLOCK_E)
         chunks = (end - begin + CHUNK - 1) // CHUNK
-        stride: gl.constexpr = -CHUNK if REVERSED else CHUNK
         start = begin
         if REVERSED:
             start += (chunks - 1) * CHUNK
@@ -216,14 +268,6 @@ def segment_states(
         o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
         S = zero_state(sizes)
-        b_k = load_piece(k, start, end - start, 0, sizes)
-        b_v = load_rows(v, start, end - start, column, sizes.E, BLOCK_E, sizes)
-        for i in range(chunks):
-            row = start + i * stride
-            following = (row + stride, gl.where(i + 1 < chunks, end - row - stride, 0))
-            of_chunk = gl.minimum(end - row, CHUNK)
-            S, b_k, b_v = own_step(
-                (k_parts, weighted), (k, v), (b_k, b_v), following, S, rates, scale, row, of_chunk, column, sizes
-            )  # fmt: skip
+        S = follow((k_parts, weighted), (k, v), S, rates, scale, start, end, chunks, column, sizes)
         i_state = carried_slot(batch, i_n, first, SEGMENT) + next_segment
         store_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, S, sizes)

@@ -159,14 +159,33 @@ def step(pieces, ahead, following, o, S, rates, scale, row, length, column, size
     p_tile = p_tile + o_i[None, :].to(gl.int64) * o.stride + o_e[:, None].to(gl.int64) * o.element
     m = (o_i[None, :] < length) & (o_e[:, None] < sizes.E)
     b_seen = b_seen * seeing(rate, o_i, length, scale, sizes.REVERSED, rest)[None, :]
-    if sizes.ADDS:
+    if sizes.IN_TURN == 2:
         b_seen = b_seen + gl.load(p_tile, mask=m, other=0.0)
     b_o = b_seen + warpgroup_mma_wait(0, deps=[out])  # [BLOCK_E, queries]
     # Nor the values and the scores.
     tl.debug_barrier()
     store_values(pieces, b_v, rates, scale, gl.minimum(next_length, CHUNK), sizes)
-    gl.store(p_tile, b_o, mask=m)
+    if sizes.BESIDE:
+        gl.atomic_add(p_tile, b_o, mask=m, sem="relaxed")
+    else:
+        gl.store(p_tile, b_o, mask=m)
     return next_S, (b_q, b_k)
+
+
+@gluon.jit
+def follow(parts, rows, S, rates, scale, start, end, chunks, column, sizes: gl.constexpr):
+    """The state after so many chunks, the first of which begins at ``start``: no row from ``end`` on is theirs."""
+    CHUNK: gl.constexpr = sizes.CHUNK
+    stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
+    k, v = rows
+    b_k = load_piece(k, start, end - start, 0, sizes)
+    b_v = load_rows(v, start, end - start, column, sizes.E, sizes.BLOCK_E, sizes)
+    for i in range(chunks):
+        row = start + i * stride
+        following = (row + stride, gl.where(i + 1 < chunks, end - row - stride, 0))
+        length = gl.minimum(end - row, CHUNK)
+        S, b_k, b_v = own_step(parts, rows, (b_k, b_v), following, S, rates, scale, row, length, column, sizes)
+    return S
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The groups in which the roles of hopper_roles.py are handed what they share."""
+"""The groups in which device functions of the kernels for sm_90 are handed what they share."""
 
 from typing import Any, NamedTuple
 
@@ -30,6 +30,15 @@ class Tiles(NamedTuple):
     seeing: Any
     entering: Any
     led: Any
+
+
+class Operands(NamedTuple):
+    """TMA descriptors of q, k, v and outputs, or pointers to them; None where a kernel has none."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
 
 
 class HeadRows(NamedTuple):

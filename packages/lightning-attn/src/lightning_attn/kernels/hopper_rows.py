@@ -50,6 +50,17 @@ def opaque(values):
 
 
 @gluon.jit
+def hidden_zero(sizes: gl.constexpr):
+    """0, which no compiler knows where programs go round: what is made of it they do not make ahead of all items, in
+    more registers than there are. A multiple of 16 to them, as what memory is addressed with must be.
+    """
+    if sizes.APART:
+        return opaque(gl.to_tensor(0).to(gl.int32)) * 16
+    else:
+        return 0
+
+
+@gluon.jit
 def zero_after(smem, length, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr):
     """Zero a tile's rows from ``length`` on: they are another sequence's, and its NaN would survive a weight of 0."""
     layout: gl.constexpr = tile_layout(COLUMNS, WARPS)
@@ -85,7 +96,7 @@ def store_zeros(o, begin, end, column, sizes: gl.constexpr):
     CHUNK: gl.constexpr = sizes.CHUNK
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     layout: gl.constexpr = tile_layout(BLOCK_E, sizes.WARPS)
-    o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    o_row = hidden_zero(sizes) + gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(0, layout))
     b_zero = gl.zeros([CHUNK, BLOCK_E], o.p.dtype.element_ty, layout)
     for row in range(begin, end, CHUNK):
@@ -169,36 +180,40 @@ def single_token(rows, row, column, p_slopes, initial, final, has, slot, i_h, sc
     """
     COLUMNS: gl.constexpr = columns_of_token(sizes)
     for i in gl.static_range(sizes.BLOCK_E // COLUMNS):
-        columns_of_single_token(
-            rows, row, column + i * COLUMNS, p_slopes, initial, final, has, slot, i_h, scale, COLUMNS, sizes
-        )
+        first = column + i * COLUMNS
+        loaded = load_token(rows, row, first, initial, has, slot, i_h, COLUMNS, sizes)
+        take_token(loaded, rows[3], row, p_slopes, final, slot, i_h, scale, sizes)
 
 
 @gluon.jit
-def columns_of_single_token(
-    rows, row, column, p_slopes, initial, final, has, slot, i_h, scale, COLUMNS: gl.constexpr, sizes: gl.constexpr
-):
-    """``single_token`` for so many columns of a state."""
+def load_token(rows, row, column, initial, has, slot, i_h, COLUMNS: gl.constexpr, sizes: gl.constexpr):
+    """What ``take_token`` needs for so many columns of a state: where they are, these, and q, k and v."""
     D: gl.constexpr = whole_rows(sizes)
     layout: gl.constexpr = decoding_layout(COLUMNS, sizes.WARPS)
-    q, k, v, o = rows
+    q, k, v, _ = rows
     row = row.to(gl.int64)
-    o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
+    o_d = hidden_zero(sizes) + gl.arange(0, D, gl.SliceLayout(0, layout))
     o_e = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
-    m_d = o_d < sizes.D
-    m_e = o_e < sizes.E
     b_S = gl.zeros([COLUMNS, D], gl.float32, layout)
     if initial.p is not None:
         if has:
             b_S = load_tile(initial, slot, i_h, o_d, o_e, sizes)
-    b_q = gl.load(q.p + row * q.stride + o_d * q.element, mask=m_d, other=0.0).to(gl.float32)
-    b_k = gl.load(k.p + row * k.stride + o_d * k.element, mask=m_d, other=0.0).to(gl.float32)
-    b_v = gl.load(v.p + row * v.stride + o_e * v.element, mask=m_e, other=0.0).to(gl.float32)
+    b_q = gl.load(q.p + row * q.stride + o_d * q.element, mask=o_d < sizes.D, other=0.0).to(gl.float32)
+    b_k = gl.load(k.p + row * k.stride + o_d * k.element, mask=o_d < sizes.D, other=0.0).to(gl.float32)
+    b_v = gl.load(v.p + row * v.stride + o_e * v.element, mask=o_e < sizes.E, other=0.0).to(gl.float32)
+    return (o_d, o_e), (b_S, b_q, b_k, b_v)
+
+
+@gluon.jit
+def take_token(loaded, o, row, p_slopes, final, slot, i_h, scale, sizes: gl.constexpr):
+    """Store the state behind the token, and its output."""
+    o_d, o_e = loaded[0]
+    b_S, b_q, b_k, b_v = loaded[1]
     kept, lost = kept_and_lost(base_two_rate(p_slopes, i_h), 1)
     b_S = b_S * kept + (b_S * lost + b_v[:, None] * b_k[None, :])
     store_tile(state_pointers(final, slot, i_h.to(gl.int64), o_d, o_e), o_d, o_e, b_S, sizes)
     b_o = gl.sum(b_S * b_q[None, :], axis=1) * scale
-    p_o = o.p + row * o.stride + o_e * o.element
-    if sizes.ADDS:
-        b_o = b_o + gl.load(p_o, mask=m_e, other=0.0)
-    gl.store(p_o, b_o.to(o.p.dtype.element_ty), mask=m_e)
+    p_o = o.p + row.to(gl.int64) * o.stride + o_e * o.element
+    if sizes.IN_TURN == 2:
+        b_o = b_o + gl.load(p_o, mask=o_e < sizes.E, other=0.0)
+    gl.store(p_o, b_o.to(o.p.dtype.element_ty), mask=o_e < sizes.E)

@@ -46,8 +46,12 @@ class Sizes(NamedTuple):
     PART: int = 0
     # Of the kernel by roles: it sums by itself what goes before a segment, where a sequence has as many at most.
     SUMMED: int = 0
-    # Of that of float32: outputs are added to what is there.
-    ADDS: bool = False
+    # Of that of float32, for parts of a larger state's rows, the first or the second of two launches: one after the
+    # other, of which the second adds its outputs to the first one's, or beside each other, which add theirs to zeros.
+    IN_TURN: int = 0
+    BESIDE: int = 0
+    # Of those for sm_90: if every sequence has one token, another launch has them all; else programs go round the work.
+    APART: bool = False
 
 
 class Counts(NamedTuple):
@@ -151,10 +155,15 @@ def program(H: tl.constexpr, TILES: tl.constexpr, LAST_FIRST: tl.constexpr = Fal
 
     LAST_FIRST: from the end on, of which most is still in the L2 cache after a launch that went through all of it.
     """
-    pid = tl.program_id(0)
+    return item(tl.program_id(0), tl.num_programs(0), H, TILES, LAST_FIRST)
+
+
+@triton.jit
+def item(i, items, H: tl.constexpr, TILES: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The same of the i-th of so many items."""
     if LAST_FIRST:
-        pid = tl.num_programs(0) - 1 - pid
-    return pid % TILES, (pid // TILES) % H, pid // (TILES * H)
+        i = items - 1 - i
+    return i % TILES, (i // TILES) % H, i // (TILES * H)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from kernel_reference.testing.gluon.pipeline import (
     warp_specialize,
 )
 from kernel_reference.testing.gluon.ptx import execute
-from kernel_reference.testing.gluon.values import DType, Value, extreme, in_64_bits, load, select, store
+from kernel_reference.testing.gluon.values import DType, Value, atomic_add, extreme, in_64_bits, load, select, store
 
 
 def _assume(condition: Any) -> None:
@@ -88,6 +88,7 @@ LANGUAGE: dict[str, Any] = {
     "cumsum": lambda x, axis: Value(x.data.cumsum(axis, dtype=x.data.dtype)),
     "load": load,
     "store": store,
+    "atomic_add": atomic_add,
     "reshape": lambda x, shape: Value(x.data.reshape([int(size) for size in shape])),
     "permute": lambda x, dims: Value(x.data.permute([int(dim) for dim in dims])),
     "split": lambda x: tuple(Value(half) for half in x.data.unbind(-1)),
@@ -97,7 +98,7 @@ LANGUAGE: dict[str, Any] = {
     "allocate_shared_memory": allocate,
     "warp_specialize": warp_specialize,
     "debug_barrier": linger,
-    "extra": SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=lambda: None)),
+    "extra": SimpleNamespace(cuda=SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=lambda: None)),
     "assume": _assume,
     "NVMMASharedLayout": NVMMASharedLayout,
     "SharedLinearLayout": SharedLinearLayout,

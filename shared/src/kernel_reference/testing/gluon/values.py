@@ -174,6 +174,13 @@ def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     as_bytes(memory)[offsets[seen]] = as_bytes(values[seen].to(memory.dtype))
 
 
+def atomic_add(pointer: Pointer, value: Any, mask: Any = True, sem: str = "acq_rel") -> Value:
+    """Of places that differ from each other: programs run one after the other."""
+    before = load(pointer, mask)
+    store(pointer, Value(before.data + raw(value)), mask)
+    return before
+
+
 def select(condition: Any, a: Any, b: Any) -> Any:
     if not isinstance(condition, Value):
         return a if condition else b

@@ -1,0 +1,51 @@
+"""A launch for packed sequences of one token each, ahead of the prefill, which then has nothing to do.
+
+Only the device knows of a batch with as many rows as sequences whether it is such a one: see kernels/hopper_apart.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernel_reference.integers import cdiv
+from kernel_reference.launching import Launch
+from lightning_attn.kernels.schedule import Sizes, Strides
+from lightning_attn.plan import PrefillProblem
+
+Prefill = Callable[..., None]
+
+# Programs of a prefill that goes round what there is, which is nothing where each sequence has one token.
+MOST_ROUND = 128
+
+
+def takes_tokens(problem: PrefillProblem) -> bool:
+    """Whether sequences of one token, of which a ragged batch may have many, are taken without chunks and TMA."""
+    return problem.ragged and problem.final is not None and not (problem.snapshots or problem.reversed)
+
+
+def programs_apart(problem: PrefillProblem, programs: int) -> int:
+    """How many of a prefill's programs are started."""
+    return min(programs, MOST_ROUND) if problem.rows == problem.sequences else programs
+
+
+def behind_tokens(
+    prefill: Prefill, problem: PrefillProblem, sizes: Sizes, strides: Strides, device: torch.device
+) -> Prefill:
+    """The prefill behind the launch that takes all sequences if each may have one token."""
+    if problem.rows != problem.sequences:
+        return prefill
+    from lightning_attn.kernels import hopper_apart
+
+    grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
+    # One kernel whatever segments and stages the prefill has.
+    sizes = sizes._replace(SEGMENT=0, STAGES=1, DEPENDENT_LAUNCH=False, APART=False)
+    rest = (problem.rows, problem.sequences, problem.num_slots, problem.scale, strides._replace(carried=None), sizes)
+    tokens = Launch(hopper_apart.tokens, grid, rest, device, num_warps=sizes.WARPS, dependent_launch=True)
+
+    def run(q, k, v, o, slopes, cu, slots, has, first, last, *more):  # type: ignore[no-untyped-def]
+        tokens(q, k, v, o, slopes, cu, slots, has, first, last)
+        prefill(q, k, v, o, slopes, cu, slots, has, first, last, *more)
+
+    return run

@@ -308,14 +308,11 @@ def follow(
         state = State(S, ahead_of(S, sizes, tiles.scores.dtype))
         rate = base_two_rate(p_slopes, work.i_h)
         lost = rest_of_rate(p_slopes, work.i_h, rate)
-        # Backwards the short chunk is the first, else the last.
-        first = work.lead
-        short_from = work.chunks
+        # The short chunk, backwards the first, else the last, is a part of its own.
+        between = work.lead if REVERSED else work.chunks
         if span.short >= 0:
-            if REVERSED:
-                first = 1
-            else:
-                short_from = span.short
+            between = 1 if REVERSED else span.short
+        first = between if REVERSED else work.lead
         stop = 0
         if snapshots.p_positions is not None:
             # A segment stores the states at its chunks' ends; the state before the first one is the sequence's own.
@@ -328,12 +325,8 @@ def follow(
         b_o = gl.zeros([BLOCK_E, CHUNK], tiles.scores.dtype, L_O)
         for i_part in range(2):
             is_short = (i_part == 0) == REVERSED
-            if REVERSED:
-                part_from = gl.where(is_short, 0, first)
-                part_to = gl.where(is_short, first, work.chunks)
-            else:
-                part_from = gl.where(is_short, short_from, first)
-                part_to = gl.where(is_short, work.chunks, short_from)
+            part_from = gl.where(i_part == 0, work.lead, between)
+            part_to = gl.where(i_part == 0, between, work.chunks)
             if part_from < part_to:
                 length = gl.where(is_short, span.rest, CHUNK)
                 store_weights(tiles, rate, o_i, o_k, length, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -83,6 +84,21 @@ def test_kernels_of_one_call_are_compiled_at_once_and_then_started_in_order(mode
             assert kernel.compiled == [((3, 1, 1), (x, number), {"num_warps": 4})]
             assert len(kernel.started) == count
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
+def test_no_garbage_is_collected_while_kernels_are_traced(modes, is_on) -> None:
+    found: list[bool] = []
+    both = threading.Barrier(2, lambda: found.append(gc.isenabled()))
+    launches = [Launch(Kernel(both, lambda: modes[-1]), (3, 1, 1), (), torch.device("cpu")) for _ in range(2)]
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        compiled_together(lambda tensor: [launch(tensor) for launch in launches], CUDA)(torch.empty(8))
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+    assert found == [False]
 
 
 def test_a_first_call_inside_the_caller_s_own_mode_compiles_too(modes) -> None:

@@ -16,7 +16,7 @@ from blocksparse_attn import AttentionPlan, SelectedPlan
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # Cases that share a layer's kernels, on a GPU.
-OF_A_LAYER = 36
+OF_A_LAYER = 18
 HEADS = [(1, 1), (4, 4), (8, 2), (6, 2), (16, 1), (24, 2), (12, 4)]
 HEAD_SIZES = [40, 64, 64, 72, 80, 96, 128, 128, 128, 192, 256]
 # (q_block, k_block): one is a multiple of the other.

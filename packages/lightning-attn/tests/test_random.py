@@ -21,7 +21,9 @@ from lightning_attn import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OF_A_LAYER = 25
+# Cases that share a layer's kernels. By 25, 500 cases drew twenty layers, and none had gradients of float32 that begin
+# at a state of more than 128 columns.
+OF_A_LAYER = 8
 SIZES = (16, 24, 40, 64, 64, 72, 80, 96, 112, 128, 128, 192, 256)
 
 

@@ -17,7 +17,7 @@ from prefix_prefill.plan import PrefillPlan
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Cases that share a layer's kernels, on a GPU.
-OF_A_LAYER = 36
+OF_A_LAYER = 18
 
 
 def drawn_layer(rng: random.Random) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from threading import Barrier, Lock
 from typing import Any
 
@@ -13,6 +14,7 @@ from tilelang_mla.compile import main
 
 # Who is made after another one waits for it as long, and fails.
 PATIENCE_S = 10.0
+SOLVER = "smt.arith.solver"
 
 
 @pytest.fixture
@@ -85,7 +87,31 @@ def test_the_command_refuses_no_jobs(monkeypatch, capsys) -> None:
     assert "--jobs: must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_a_kernel_is_linked_once(launch, monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def z3(launch: Any) -> Iterator[Any]:
+    """With a setting that a user has made."""
+    import z3
+
+    before = z3.get_param(SOLVER)
+    z3.set_param(SOLVER, "5")
+    yield z3
+    z3.set_param(SOLVER, before)
+
+
+def test_z3_has_its_setting_again_when_the_last_kernel_is_lowered(launch, z3) -> None:
+    first, second = launch.quick_proofs(), launch.quick_proofs()
+    for begin in (first, second):
+        begin.__enter__()
+        assert z3.get_param(SOLVER) == "2"
+    for end, then in ((first, "2"), (second, "5")):
+        end.__exit__(None, None, None)
+        assert z3.get_param(SOLVER) == then
+    with pytest.raises(RuntimeError), launch.quick_proofs():
+        raise RuntimeError
+    assert z3.get_param(SOLVER) == "5"
+
+
+def test_a_kernel_is_lowered_with_the_earlier_solver_and_linked_once(launch, z3, monkeypatch, tmp_path) -> None:
     from tilelang import language as T
     from tilelang.contrib import nvcc
     from tvm.contrib import cc
@@ -96,16 +122,22 @@ def test_a_kernel_is_linked_once(launch, monkeypatch, tmp_path) -> None:
             for i in T.Parallel(64):
                 numbers[i] = 0
 
-    linked, link = [], cc.create_shared
+    solvers, linked, link = [], [], cc.create_shared
+
+    def text_compiled(*_: Any, **__: Any) -> bytearray:
+        solvers.append(z3.get_param(SOLVER))
+        return bytearray(b"no GPU's code")
 
     def create_shared(output: str, *given: Any, **named: Any) -> None:
         linked.append(output)
         link(output, *given, **named)
 
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(nvcc, "compile_cuda", lambda *_, **__: bytearray(b"no GPU's code"))
+    monkeypatch.setattr(nvcc, "compile_cuda", text_compiled)
     monkeypatch.setattr(cc, "create_shared", create_shared)
     monkeypatch.setattr(launch, "text_of", lambda *_: zero)
     compiled = launch.compiled.__wrapped__("zero")
     assert launch.executable_of(compiled)["main"] is not None
+    assert solvers == ["2"]
+    assert z3.get_param(SOLVER) == "5"
     assert len(linked) == 1

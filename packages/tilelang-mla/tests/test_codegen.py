@@ -387,7 +387,7 @@ def lowered(launch: Any, program: Any) -> str:
     from tilelang.engine.lower import lower
 
     context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS)
-    with context, tvm.target.Target(launch.TARGET):
+    with context, tvm.target.Target(launch.TARGET), launch.quick_proofs():
         return str(lower(program, target=launch.TARGET).kernel_source)
 
 

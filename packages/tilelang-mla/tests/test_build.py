@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from threading import Barrier, Lock
@@ -18,13 +17,7 @@ SOLVER = "smt.arith.solver"
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    try:
-        from tilelang_mla import launch
-    except ImportError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"no TileLang: {error}")
+def launch(launch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(launch, "_known", set())
     return launch
 

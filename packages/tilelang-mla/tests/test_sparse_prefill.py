@@ -178,14 +178,9 @@ def test_the_kernel_hides_what_is_no_key_and_tells_the_largest_score(device, rop
                 torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_kernel_is_handed_what_it_is_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        from tilelang_mla import launch
-        from tilelang_mla.sparse import launch as own_launch
-    except ImportError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"no TileLang: {error}")
+def test_the_kernel_is_handed_what_it_is_made_for(launch, monkeypatch) -> None:
+    from tilelang_mla.sparse import launch as own_launch
+
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(launch, "kernel", lambda *name, **constants: lambda *handed: given.append(handed))
     monkeypatch.setattr(launch, "device_limits", lambda _: DeviceLimits(132))

@@ -151,7 +151,7 @@ def softmax_step(
         most = most * scale
     new_max = tl.maximum(running_max, most)
     if ABOVE_0:
-        # By rows, as it was timed.
+        # By rows: a scalar gives other code, which no GPU has timed.
         b_s = b_s * (scale + tl.zeros_like(new_max))[:, None]
     b_p = power(b_s - finite(new_max)[:, None], NATURAL)
     rescale = power(running_max - finite(new_max), NATURAL)

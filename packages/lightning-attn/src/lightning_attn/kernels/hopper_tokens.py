@@ -263,7 +263,8 @@ def verify_tree(
         p_parents += i_n * nodes
         # All of these loads are under way before the first is waited for.
         b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
-        rest = path_to(p_parents, nodes - 1)
+        parents = packed_parents(p_parents, nodes, NODES, WARPS)
+        rest = packed_path_to(parents, p_parents, nodes - 1, NODES)
         rows = (widened(b_q_rows, NODES, BLOCK_D), widened(b_k_rows, NODES, BLOCK_D), widened(b_v_rows, NODES, BLOCK_E))
         tl.debug_barrier()
         # Most paths begin with node 0, of which registers have room for the state: only once is it made.
@@ -274,20 +275,53 @@ def verify_tree(
             leaf = nodes - 1 - i
             if ((done >> leaf) & 1) == 0:
                 if i > 0:
-                    rest = path_to(p_parents, leaf)
+                    rest = packed_path_to(parents, p_parents, leaf, NODES)
                 fresh = rest & ~done
                 done |= rest
-                b_S = b_first
+                rest_of_path = rest & ~1
                 if (rest & 1) == 0:
                     b_S = load_tile(pool, slot, i_h, o_d, o_e, sizes)
-                rest &= ~1
-                while rest != 0:
-                    i_t = lowest(rest).to(gl.int32)
-                    rest &= rest - 1
+                else:
+                    # By itself, so that the first node's state is read where it is.
+                    i_t = lowest(rest_of_path).to(gl.int32)
+                    rest_of_path &= rest_of_path - 1
+                    is_fresh = ((fresh >> i_t) & 1) == 1
+                    b_S = take_node(
+                        rows, o, o_e, i_t, b_first, rate, scale, is_fresh, p_pool.dtype.element_ty, sizes, layout
+                    )
+                while rest_of_path != 0:
+                    i_t = lowest(rest_of_path).to(gl.int32)
+                    rest_of_path &= rest_of_path - 1
                     is_fresh = ((fresh >> i_t) & 1) == 1
                     b_S = take_node(
                         rows, o, o_e, i_t, b_S, rate, scale, is_fresh, p_pool.dtype.element_ty, sizes, layout
                     )
+
+
+@gluon.jit
+def packed_parents(p_parents, nodes, NODES: gl.constexpr, WARPS: gl.constexpr):
+    """Four bits a node: its parent, or itself where it has none. Of more than 16 nodes, nothing."""
+    parents = gl.to_tensor(0).to(gl.int64)
+    if NODES <= 16:
+        o_node = gl.arange(0, NODES, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        b_parent = gl.load(p_parents + o_node, mask=o_node < nodes, other=-1)
+        b_parent = gl.where((b_parent >= 0) & (b_parent < o_node), b_parent, o_node)
+        parents = gl.sum(b_parent.to(gl.int64) << (4 * o_node).to(gl.int64), axis=0)
+    return parents
+
+
+@gluon.jit
+def packed_path_to(parents, p_parents, node, NODES: gl.constexpr):
+    """``path_to``, of what ``packed_parents`` gave: without a load for each node on the way."""
+    if NODES > 16:
+        bits = path_to(p_parents, node)
+    else:
+        bits = node * 0
+        while node >= 0:
+            bits |= (node * 0 + 1) << node
+            parent = ((parents >> (4 * node).to(gl.int64)) & 15).to(gl.int32)
+            node = gl.where(parent < node, parent, -1)
+    return bits
 
 
 @gluon.jit

@@ -583,14 +583,18 @@ class Cascade:
         """The launches themselves."""
         from prefix_prefill.cascade.launch import prepare_cascade
 
+        problems, each = self.problems(num_splits)
+        prepare_cascade(problems, plans, each)(each)
+
+    def problems(self, num_splits: int = 0) -> tuple[Any, Any]:
+        """The problem of each level, and its tensors."""
         tensors = CascadeTensors(
             self.q, tuple(self.levels), self.sinks, None, None, None, self.out.tensor, self.lse.tensor, self.draft_mask
         )
         scales = (1.0 if x is None else x for x in (self.k_scale, self.v_scale, self.out_scale))
         scale = self.q.shape[2] ** -0.5
         numbers = CascadeNumbers(self.max_seqlen_q, self.page_layout, scale, self.softcap, *scales, num_splits)
-        problems, each = check_cascade(tensors, numbers), tensors_of_levels(tensors)
-        prepare_cascade(problems, plans, each)(each)
+        return check_cascade(tensors, numbers), tensors_of_levels(tensors)
 
     def wanted(self, dtype: torch.dtype = torch.float64) -> Any:
         return cascade.cascade_attention(

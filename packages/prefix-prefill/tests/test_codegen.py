@@ -28,6 +28,7 @@ from kernel_reference.testing.targets import SMALL_TARGETS, TARGETS
 from prefix_prefill import CascadeLevel, launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.cascade.arguments import CascadeNumbers, CascadeTensors, check_cascade, tensors_of_levels
+from prefix_prefill.cascade.joined import joined_plan, prepare_joined
 from prefix_prefill.cascade.launch import prepare_cascade
 from prefix_prefill.plan import MOST_TOKENS, DeviceLimits, plan_prefill
 
@@ -137,6 +138,26 @@ def cascade(model: SoftmaxAttention, limits: DeviceLimits) -> Iterator[KernelSpe
         yield KernelSpec.of_launch(*call, name=f"{FOR_SM_90}a cascade's {name} level")
 
 
+def joined_cascade(model: SoftmaxAttention, limits: DeviceLimits) -> Iterator[KernelSpec]:
+    """Three levels by one launch, and what joins their tables before it."""
+    k_cache, v_cache = caches("NHD", 16, model.num_heads_kv, model.head_dim, BF16)
+    levels = [
+        CascadeLevel(
+            k_cache, v_cache, *(empty(*n, dtype=torch.int32) for n in ((groups, 512), (groups + 1,), (groups,)))
+        )
+        for groups in (1, 4, 16)
+    ]
+    q = empty(4096, model.num_heads_q, model.head_dim)
+    tensors = CascadeTensors(q, tuple(levels), None, None, None, None, q, None, None)
+    numbers = CascadeNumbers(256, "NHD", 0.1, 0.0, 1.0, 1.0, 1.0, 0)
+    problems, each = check_cascade(tensors, numbers), tensors_of_levels(tensors)
+    plan = joined_plan(problems, limits)
+    assert plan is not None
+    names = ("joined, before", "levels, joined", "levels, joined, merged")
+    for name, call in zip(names, recorded_launches(prepare_joined(problems, plan, each), each), strict=False):
+        yield KernelSpec.of_launch(*call, name=f"{'' if 'level' not in name else FOR_SM_90}a cascade's {name}")
+
+
 def merge() -> Iterator[KernelSpec]:
     rows, heads, size = 2048, LLAMA.num_heads_q, LLAMA.head_dim
     part, lse = empty(rows, heads, size), empty(heads, rows, dtype=FP32)
@@ -198,6 +219,7 @@ def specs(target: str) -> Iterator[KernelSpec]:
     yield from hopper("192, values of 128", replace(LLAMA, head_dim=192), values=128, page=64)
     yield from hopper("512, new keys", replace(WIDE, head_dim=512), new_kv=True, page=64, splits=2)
     yield from cascade(LLAMA, limits)
+    yield from joined_cascade(LLAMA, limits)
     yield from hopper("256 with slopes", WIDE, page_layout="HND", page=64, alibi=True)
     yield from hopper("8-bit cache", LLAMA, cache_dtype=E4M3, scales="heads", splits=2)
     yield from hopper("8-bit cache widened", LLAMA, cache_dtype=E4M3, scales="heads", sequences=1, widen_bytes=2**30)

@@ -35,8 +35,8 @@ FEW = [(30, 2), (0, 1), (70, 1)]
 @pytest.fixture(scope="module")
 def hopper() -> SimpleNamespace:
     own = (f"hopper.{name}" for name in (
-        "config", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels", "epilogue",
-        "values", "consumers", "merging", "kernel",
+        "config", "joined", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels",
+        "epilogue", "values", "consumers", "merging", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "costs", "balance", "merge", "widen", *own)
     kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))

@@ -383,6 +383,7 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
         SKIP_DECODE=problem.skip_decode,
         SHARED=problem.shared,
         CARRIED=problem.carried,
+        JOINED=problem.joined,
     )
     fixed = (plan.num_splits, problem.left, problem.right, (scores, numbers), config)
     group = _for_hopper if len(boxes) > 4 else _for_hopper_without_tails

@@ -27,7 +27,8 @@ class Problem:
     those that were given as numbers. ``head_dim_v``: of values and outputs, that of keys where it is left out.
     ``token_scales``: tokens in an 8-bit cache have scales of their own. ``quantize_q``: queries are rounded to e4m3.
     ``widen_bytes``: what a cache of 8 bits, widened before, may take.
-    ``shared``: a level of a cascade before the last one; ``carried``: how many levels are before, of the last one.
+    ``shared``: a level of a cascade before the last one; ``carried``: how many levels are before, of the last one;
+    ``joined``: how many are before in the same rows of the block table (kernels/join.py).
     """
 
     num_heads: int
@@ -55,6 +56,7 @@ class Problem:
     skip_decode: bool = False
     shared: bool = False
     carried: int = 0
+    joined: int = 0
     k_scale: float = 1.0
     v_scale: float = 1.0
     out_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""From the levels of a cascade to launches: one for each, and at most one that merges."""
+"""From the levels of a cascade to launches: one for all of them, or one for each; and at most one that merges."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from kernel_reference.launching import launch_nothing, without_memory
 from prefix_prefill.arguments import PrefillTensors
+from prefix_prefill.cascade.joined import have_one_cache, joined_plan, prepare_joined
 from prefix_prefill.launch import device_limits, prepare_kernel, prepare_prefill
 from prefix_prefill.plan import PrefillPlan, Problem, plan_prefill
 
@@ -21,10 +22,29 @@ def prepare_cascade(
 ) -> Callable[[Sequence[PrefillTensors]], None]:
     """What attends to the levels of a cascade, called with tensors that look like these.
 
-    All but the last leave their results in parts, which the last one adds to its own.
+    All at once where that is quicker: see joined.py. Else all but the last leave their results in parts, which the last
+    one adds to its own.
     """
     if problems[0].tokens == 0:
         return launch_nothing
+    apart = _prepare_levels(problems, plans, levels)
+    plan = None
+    if all(plan is None for plan in plans):
+        plan = joined_plan(problems, device_limits(levels[0].q.device))
+    if plan is None:
+        return apart
+    together = prepare_joined(problems, plan, levels)
+
+    def run(levels: Sequence[PrefillTensors]) -> None:
+        (together if have_one_cache(levels) else apart)(levels)
+
+    return run
+
+
+def _prepare_levels(
+    problems: Sequence[Problem], plans: Sequence[PrefillPlan | None], levels: Sequence[PrefillTensors]
+) -> Callable[[Sequence[PrefillTensors]], None]:
+    """Level by level."""
     *before, last = [_prepare_level(*each) for each in zip(problems, plans, levels, strict=True)]
 
     def run(levels: Sequence[PrefillTensors]) -> None:

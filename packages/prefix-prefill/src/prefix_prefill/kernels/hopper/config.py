@@ -56,6 +56,7 @@ class Config(NamedTuple):
     SKIP_DECODE: bool
     SHARED: bool  # a level of a cascade, but the last: its rows see all keys, and its results stay in parts
     CARRIED: int  # levels of a cascade before this one, whose parts are added
+    JOINED: int  # those whose keys a sequence has before its own: see kernels/join.py
 
 
 @gluon.constexpr_function
@@ -178,7 +179,7 @@ class Sizes(NamedTuple):
 class Tile(NamedTuple):
     """A piece of a tile of queries: its sequence's first row, new tokens, older tokens, all tokens and whether that can
     be, the tile's number, kv head and head tile, the piece's tiles of keys; -1 or where its partial result goes, and
-    whether it lies there by the program's share; the sequence's number.
+    whether it lies there by the program's share; the sequence's number; where the keys of each joined level end.
     """
 
     begin: object
@@ -194,13 +195,14 @@ class Tile(NamedTuple):
     part: object
     by_share: object
     i_n: object
+    ends: object
 
 
 class Loop(NamedTuple):
     """The tiles of keys that a piece's main loop takes: cached ones first, then new ones.
 
     Tile i begins at key ``start + i * BLOCK_N``, from tile ``first_new`` on ``to_new`` keys later. Any row sees keys
-    from ``low`` to before ``high``, of the cached ones to before ``cached_high``.
+    from ``low`` to before ``high``, of the cached ones to before ``cached_high``. ``ends``: those of joined levels.
     """
 
     low: object
@@ -210,16 +212,18 @@ class Loop(NamedTuple):
     count: object
     first_new: object
     to_new: object
+    ends: object
 
 
 class Inside(NamedTuple):
     """The tiles of a loop that all rows see whole, found once for a piece: those from ``low`` to before ``high``, of
-    cached ones to before ``cut``.
+    cached ones to before ``cut``. Of these the last ones of joined levels are left out, where they are not full.
     """
 
     low: object
     cut: object
     high: object
+    partial: object
 
 
 class Bounds(NamedTuple):

@@ -30,6 +30,7 @@ from prefix_prefill.kernels.balance import (
 from prefix_prefill.kernels.batch import Sequence, keys_of, sequence_at
 from prefix_prefill.kernels.costs import costs_of
 from prefix_prefill.kernels.hopper.config import SLOTS, Inside, Loop, Tile
+from prefix_prefill.kernels.hopper.joined import is_full, load_end, partial_tiles
 from prefix_prefill.kernels.merge import write_count, write_entry, write_no_entry
 
 # Offsets of an item's numbers in its slot. IS_ITEM is 0 behind the last item, and more than 0 in each.
@@ -47,6 +48,8 @@ SHARED_BY_KEYS: gl.constexpr = gl.constexpr(10)
 I_N: gl.constexpr = gl.constexpr(11)
 IS_ITEM: gl.constexpr = gl.constexpr(12)
 PIECES: gl.constexpr = gl.constexpr(13)
+# Of two levels at most.
+ENDS: gl.constexpr = gl.constexpr(14)
 # A power of two, so that an item is one store.
 FIELDS: gl.constexpr = gl.constexpr(16)
 
@@ -220,6 +223,8 @@ def fields_of(item, part, i_n, sequence, batch, BY_SHARE: gl.constexpr, C):
     fields = with_field(fields, PART, part)
     fields = with_field(fields, SHARED_BY_KEYS, part * 0 + BY_SHARE)
     fields = with_field(fields, I_N, i_n)
+    for level in gl.static_range(C.JOINED):
+        fields = with_field(fields, ENDS + level, load_end(batch, i_n, level))
     return with_field(fields, PIECES, gl.where(item.i_piece == 0, item.pieces, 0))
 
 
@@ -243,13 +248,16 @@ def tile_of(table, i, C, WARPS: gl.constexpr):
     """Item i of the table."""
     first = i % SLOTS * FIELDS
     i_head = get(table.numbers, first + I_HEAD, WARPS)
+    ends = ()
+    for level in gl.static_range(C.JOINED):
+        ends = ends + (get(table.numbers, first + ENDS + level, WARPS),)
     return Tile(
         get(table.numbers, first + BEGIN, WARPS), get(table.numbers, first + Q_LEN, WARPS),
         get(table.numbers, first + CONTEXT, WARPS), get(table.numbers, first + LENGTH, WARPS),
         get(table.numbers, first + VALID, WARPS) != 0, get(table.numbers, first + I_TILE, WARPS),
         i_head % C.HEADS_KV, i_head // C.HEADS_KV, get(table.numbers, first + FROM_TILE, WARPS),
         get(table.numbers, first + TO_TILE, WARPS), get(table.numbers, first + PART, WARPS),
-        get(table.numbers, first + SHARED_BY_KEYS, WARPS) != 0, get(table.numbers, first + I_N, WARPS),
+        get(table.numbers, first + SHARED_BY_KEYS, WARPS) != 0, get(table.numbers, first + I_N, WARPS), ends,
     )  # fmt: skip
 
 
@@ -274,7 +282,8 @@ def loop_of(tile, window, C):
     first_new = keys.cached_tiles - tile.from_tile
     new_start = tile.context + (keys.new_first - keys.cached_tiles) * C.BLOCK_N
     to_new = new_start - keys.cached_first * C.BLOCK_N
-    return Loop(keys.low, keys.cached_high, keys.high, start, tile.to_tile - tile.from_tile, first_new, to_new)
+    count = tile.to_tile - tile.from_tile
+    return Loop(keys.low, keys.cached_high, keys.high, start, count, first_new, to_new, tile.ends)
 
 
 @gluon.jit
@@ -293,7 +302,7 @@ def inside_of(loop, all_low, all_high, C):
             new_low = (all_low - start + C.BLOCK_N - 1) // C.BLOCK_N
             before_new = all_low < start + loop.first_new * C.BLOCK_N
             low = gl.where(before_new, low, gl.maximum(new_low, loop.first_new))
-    return Inside(low, cut, high)
+    return Inside(low, cut, high, partial_tiles(loop, C))
 
 
 @gluon.jit
@@ -304,4 +313,6 @@ def is_inside(i, inside, loop, C):
         whole = whole & ((i < inside.cut) | (i >= loop.first_new))
     if C.HAS_LEFT:
         whole = whole & (i >= inside.low)
+    if C.JOINED:
+        whole = whole & is_full(i, inside.partial, C)
     return whole

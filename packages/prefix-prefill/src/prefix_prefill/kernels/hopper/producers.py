@@ -23,6 +23,7 @@ from prefix_prefill.kernels.hopper.config import (
 )
 from prefix_prefill.kernels.hopper.gather import gather_cached
 from prefix_prefill.kernels.hopper.items import done, has_item, loop_of, tile_of
+from prefix_prefill.kernels.hopper.joined import end_at
 from prefix_prefill.kernels.hopper.memory import release, wait_empty, with_new_boxes
 from prefix_prefill.kernels.hopper.softmax import unit_of
 
@@ -42,6 +43,8 @@ def end_of_tile(i, loop, C):
     end = loop.cached_high
     if C.NEW_KV:
         end = gl.where(i < loop.first_new, end, loop.high)
+    if C.JOINED:
+        end = end_at(key_of_tile(i, loop, C), end, loop, C)
     return end
 
 

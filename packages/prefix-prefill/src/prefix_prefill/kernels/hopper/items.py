@@ -211,6 +211,8 @@ def fields_of(item, part, i_n, sequence, batch, BY_SHARE: gl.constexpr, C):
     else:
         from_tile, to_tile = tiles_of_piece(count, item)
     fields = gl.full([FIELDS], 1, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+    for level in gl.static_range(C.JOINED):
+        fields = with_field(fields, ENDS + level, load_end(batch, i_n, level))
     fields = with_field(fields, BEGIN, sequence.begin)
     fields = with_field(fields, Q_LEN, sequence.q_len)
     fields = with_field(fields, CONTEXT, sequence.context)
@@ -223,8 +225,6 @@ def fields_of(item, part, i_n, sequence, batch, BY_SHARE: gl.constexpr, C):
     fields = with_field(fields, PART, part)
     fields = with_field(fields, SHARED_BY_KEYS, part * 0 + BY_SHARE)
     fields = with_field(fields, I_N, i_n)
-    for level in gl.static_range(C.JOINED):
-        fields = with_field(fields, ENDS + level, load_end(batch, i_n, level))
     return with_field(fields, PIECES, gl.where(item.i_piece == 0, item.pieces, 0))
 
 

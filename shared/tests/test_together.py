@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from kernel_reference import together
 from kernel_reference.launching import Launch
-from kernel_reference.together import begin_triton, compiled_together, gathered_launches
+from kernel_reference.together import _Loading, begin_triton, compiled_together, gathered_launches
 
 CUDA = torch.device("cuda", 0)
 # As Triton has it: one mode a context.
@@ -84,6 +86,58 @@ def test_kernels_of_one_call_are_compiled_at_once_and_then_started_in_order(mode
             assert kernel.compiled == [((3, 1, 1), (x, number), {"num_warps": 4})]
             assert len(kernel.started) == count
     assert len(modes) == 1
+
+
+def test_the_longest_kernels_are_compiled_first_and_of_equal_ones_the_last(modes) -> None:
+    order: list[int] = []
+    launches = []
+    for number, length in enumerate((3, 9, 9, 5)):
+        warmup = partial(lambda number, *given, **options: order.append(number), number)
+        kernel = type("Long", (Kernel,), {"warmup": staticmethod(warmup), "src": "-" * length})
+        kernel = kernel(threading.Barrier(1), lambda: modes[-1])
+        launches.append(Launch(kernel, (3, 1, 1), (), torch.device("cpu")))
+    compiled_together(lambda tensor: [launch(tensor) for launch in launches], CUDA)(torch.empty(8))
+    assert order == [2, 1, 3, 0]
+
+
+class Source:
+    """Stands for what Triton's AsyncCompileMode is given to compile."""
+
+    def __init__(self, name: str, order: list[str], begun: threading.Barrier) -> None:
+        self.name, self.order, self.begun = name, order, begun
+
+    def make_ir(self, target: str) -> str:
+        assert target == "sm_90"
+        self.order.append(self.name)
+        # Where the next did not wait, it is here meanwhile.
+        time.sleep(0.02)
+        self.order.append(self.name)
+        if self.name == "fails":
+            raise ValueError("what does not trace")
+        return self.name
+
+
+def test_kernels_are_traced_one_after_another_in_the_order_in_which_they_are_asked_for(modes) -> None:
+    order: list[str] = []
+    names = ["first", "kept", "fails", "last"]
+    begun = threading.Barrier(len(names))
+    sources = [Source(name, order, begun) for name in names]
+
+    def compiling(src: Source) -> Callable[[], Any]:
+        """As Triton names it; one that its cache has is not traced."""
+
+        def async_compile() -> Any:
+            begun.wait(20)
+            return SimpleNamespace(run=src.name if src.name == "kept" else src.make_ir(target="sm_90"))
+
+        return async_compile
+
+    with _Loading(len(names)) as pool:
+        made = [pool.submit(compiling(source)) for source in sources]
+    assert order == ["first", "first", "fails", "fails", "last", "last"]
+    assert [future.result().run for future in made if future.exception() is None] == ["first", "kept", "last"]
+    # As they were before.
+    assert not any("make_ir" in vars(source) for source in sources if source.name != "kept")
 
 
 @pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])

@@ -26,7 +26,7 @@ def launcher_builder(compile_kernel: Callable[[], Any]) -> Callable[[], None] | 
 
     What fails there fails again, and says so, where the kernel is loaded.
     """
-    given = _captured(compile_kernel)
+    given = captured(compile_kernel)
     if getattr(given.get("target"), "backend", None) != "cuda" or "src" not in given or not are_built():
         return None
 
@@ -37,7 +37,7 @@ def launcher_builder(compile_kernel: Callable[[], Any]) -> Callable[[], None] | 
     return build
 
 
-def _captured(function: Callable[..., Any]) -> dict[str, Any]:
+def captured(function: Callable[..., Any]) -> dict[str, Any]:
     """What a function has of the one that it was defined in."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kernel_reference.launchers import are_built, launcher_builder
+from kernel_reference.launchers import are_built, captured, launcher_builder
 
 if TYPE_CHECKING:
     from kernel_reference.launching import Launch
@@ -117,9 +117,13 @@ def _compile(launches: _Launches) -> None:
         return
     # What does not compile says so where it is launched.
     with _uncollected(), _Loading(len(launches)) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        # The last of a call is the largest, and the one to wait for.
-        for launch, tensors in reversed(launches):
+        for launch, tensors in sorted(reversed(launches), key=_length, reverse=True):
             launch.compile(*tensors)
+
+
+def _length(launch: tuple[Launch, object]) -> int:
+    """Of a kernel's source, by which the largest is begun first, the one to wait for; of equal ones a call's last."""
+    return len(getattr(launch[0].kernel, "src", ""))
 
 
 @contextmanager
@@ -141,17 +145,51 @@ class _Loading(ThreadPoolExecutor):
         # None waits for a thread.
         super().__init__(2 * kernels)
         self._device = torch.cuda.current_device()
+        # Set once the kernel before is traced.
+        self._traced = threading.Event()
+        self._traced.set()
 
     def submit(self, make: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         build = launcher_builder(make)
         building = None if build is None else super().submit(build)
+        before, traced = self._traced, threading.Event()
+        self._traced = traced
+        _trace_behind(before, traced, make)
 
         def load() -> Any:
             with torch.cuda.device(self._device):
-                compiled = make()
+                try:
+                    compiled = make()
+                finally:
+                    # What Triton's cache has is not traced, nor what fails before.
+                    before.wait()
+                    traced.set()
                 if building is not None:
                     building.exception()
                 compiled.run  # noqa: B018
             return compiled
 
         return super().submit(load)
+
+
+def _trace_behind(before: threading.Event, traced: threading.Event, make: Callable[[], Any]) -> None:
+    """Have what ``make`` compiles traced after ``before``, and ``traced`` set then.
+
+    Tracing holds Python's lock: of several at once none ends much before the last, and the first is the one to wait
+    for. ``source`` is what Triton's AsyncCompileMode is given to compile, under a private name; where it has another,
+    kernels are traced side by side.
+    """
+    source: Any = captured(make).get("src")
+    trace: Callable[..., Any] | None = getattr(source, "make_ir", None)
+    if trace is None:
+        return
+
+    def make_ir(*given: Any, **named: Any) -> Any:
+        del source.make_ir
+        before.wait()
+        try:
+            return trace(*given, **named)
+        finally:
+            traced.set()
+
+    source.make_ir = make_ir

@@ -136,7 +136,7 @@ def test_tokens_that_are_taken_apart_have_the_same_bits(
     tensors, kernels, monkeypatch, dtype, size, segment, lengths
 ) -> None:
     """All of them, none of as many rows, and of a batch that holds a prompt; padding among them."""
-    monkeypatch.setattr(apart, "MOST_ROUND", 3)
+    monkeypatch.setattr(apart, "MOST_ROUND", 6 if dtype == torch.float32 else 3)
     slots, initial = [3, 7, 1, -1, 0, 2], [True, False, True, True, True, True]
     batch = tensors.ragged(
         lengths, heads=(1, 2), sizes=(size, 72), dtype=dtype, slots=slots[: len(lengths)], num_slots=8,

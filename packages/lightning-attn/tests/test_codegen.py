@@ -329,7 +329,9 @@ def batches(heads: Heads, dtype: torch.dtype, snapshots: bool) -> Iterator[tuple
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("heads", [MINIMAX, MINIMAX_TP8, Heads(8, 8, 96, 96), Heads(32, 32, 72, 72), WIDE], ids=str)
+@pytest.mark.parametrize("heads", [
+    MINIMAX, MINIMAX_TP8, Heads(8, 8, 96, 96), Heads(32, 32, 72, 72), Heads(8, 8, 192, 192), WIDE,
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("snapshots", [False, True], ids=["", "snapshots"])
 def test_a_layer_takes_at_most_6_kernels_whatever_its_batches(
     heads: Heads, dtype: torch.dtype, snapshots: bool

@@ -263,7 +263,7 @@ def _with_segments(
 ) -> Callable[..., None]:  # fmt: skip
     """Segments in parallel, after the one or two launches that make the states between them."""
     strides, segment, most_summed = _strides(problem), plan.segment, sizes.SUMMED
-    sizes = sizes._replace(SUMMED=0, APART=False)
+    sizes = sizes._replace(SUMMED=0, APART=False, IN_TURN=0)
     counts = (problem.rows, problem.sequences, problem.num_slots)
     # A sequence has states to carry if it is longer than a segment: see schedule.carried_slot.
     chains = _chains(problem, segment)
@@ -338,7 +338,7 @@ def _finish_launch(problem: PrefillProblem, sizes: Sizes, strides: Strides, devi
     """What advances snapshots from whole chunks to their positions."""
     block_d = max(16, power_of_two_at_least(sizes.D))
     grid = (cdiv(sizes.E, 64) * sizes.H * problem.sequences * problem.snapshots, 1, 1)
-    sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1)
+    sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1, IN_TURN=0)
     of_tokens = DecodeStrides(k=strides.k, v=strides.v, pool=strides.final)
     rest = (problem.rows, problem.num_slots, problem.snapshots, of_tokens, sizes)
     return Launch(recurrent.finish_snapshots, grid, rest, device, num_warps=8)

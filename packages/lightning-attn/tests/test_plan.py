@@ -265,10 +265,19 @@ def test_programs_share_segments_where_they_leave_sms_idle_and_nowhere_else() ->
 
 
 def test_few_heads_are_decoded_by_whole_columns_a_warp_on_sm_90() -> None:
-    for heads, size, whole in ((8, 96, True), (16, 64, True), (40, 128, False), (64, 96, False), (8, 256, False)):
-        assert plan_decode(Heads(heads, heads, size, size), H200).hopper == whole
+    for heads, size in ((8, 96), (16, 64)):
+        assert plan_decode(Heads(heads, heads, size, size), H200).hopper
         assert not plan_decode(Heads(heads, heads, size, size), H200).lines
     assert not plan_decode(TP8, A100).hopper
+    for heads in (Heads(40, 40, 48, 48), Heads(32, 32, 128, 64)):
+        assert not plan_decode(heads, H200).hopper
+
+
+def test_a_thread_has_64_registers_of_a_state_at_most_that_is_stored_by_lines() -> None:
+    """A tree's walks have two states."""
+    for heads, size, columns in ((40, 72, 64), (40, 128, 64), (64, 96, 64), (8, 256, 32), (32, 192, 32)):
+        plan = plan_decode(Heads(heads, heads, size, size), H200)
+        assert plan == DecodePlan(columns, 4, True, hopper=True, lines=True)
 
 
 def test_few_sequences_of_many_heads_take_small_programs_with_as_many_columns_a_warp() -> None:
@@ -276,7 +285,7 @@ def test_few_sequences_of_many_heads_take_small_programs_with_as_many_columns_a_
     for sequences in (1, 2):
         assert narrowed(plan, MINIMAX, sequences, H200) == replace(plan, block_e=16, num_warps=1)
     assert narrowed(plan, MINIMAX, 3, H200) == plan
-    for heads in (TP8, Heads(64, 64, 96, 96)):
+    for heads in (TP8, Heads(64, 64, 96, 96), Heads(40, 40, 128, 128)):
         assert narrowed(plan_decode(heads, H200), heads, 1, H200) == plan_decode(heads, H200)
 
 

@@ -104,9 +104,10 @@ def narrowed(plan: DecodePlan, heads: Heads, sequences: int, limits: DeviceLimit
     """A plan of :func:`plan_decode` for so many sequences, with the same results bit for bit.
 
     Few programs of 64 columns are more of 16, whose warps have as many columns each. On an H200, 64 heads, 1 and 2
-    sequences: 4.0 -> 3.8 and 6.4 -> 6.2 us. Of few heads, 2.5 -> 2.4, it would be a layer's seventh kernel.
+    sequences: 4.0 -> 3.8 and 6.4 -> 6.2 us. Of fewer heads, 2.5 -> 2.4, it would be a layer's seventh kernel.
     """
     is_many = heads.num_heads * cdiv(heads.head_v, 16) * sequences > 8 * limits.cores
-    if not plan.lines or plan.block_e != 16 * plan.num_warps or is_many:
+    may_be = plan.lines and heads.num_heads >= 48 and heads.head_qk in (64, 128)
+    if not may_be or plan.block_e != 16 * plan.num_warps or is_many:
         return plan
     return replace(plan, block_e=16, num_warps=1)

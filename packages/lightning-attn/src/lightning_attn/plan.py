@@ -402,9 +402,12 @@ def plan_decode(heads: Heads, limits: DeviceLimits) -> DecodePlan:
         # On an H200, 8 heads of 128: 1, 4 and 8 sequences 5.2, 6.1 and 7.1 us (portable kernel: 5.9, 6.8, 7.7),
         # four drafts of 8 sequences 7.8 (10.1); but 64 sequences 23.3 (22.0), and 32 of 64 heads 76 (71).
         return DecodePlan(min(32, columns), 2, limits.dependent_launch, hopper=True)
-    if limits.hopper and heads.num_heads >= 48 and heads.head_qk == heads.head_v and heads.head_qk in (64, 128):
+    if limits.hopper and heads.head_qk == heads.head_v >= 64:
         # On an H200, 64 heads: 32 sequences 71.5 us (portable kernel: 72.8), 1 4.6 (5.0), 256 530.6 (531.4); 1, 2 and
         # 4 drafts of 32 verified 34.2, 36.7 and 39.4 (40.4, 44.0, 65.4; copy 33.7 to 35.2), 4 committed 71.9 (79.7).
         # On an H100, 64 of 64: 8 and 64 sequences 7.5 and 49.0 us (8.1 and 49.3), 8 trees of 8 drafts 12.3 (18.1).
-        return DecodePlan(64, 4, limits.dependent_launch, hopper=True, lines=True)
+        # On an H200, 1 and 64 sequences: 40 of 72 2.2 and 35.7 us (portable kernel: 2.3 and 58.4), 40 of 128 2.8 and
+        # 87.5 (2.9, 88.0), 64 of 96 2.6 and 81.9 (2.7, 88.2). In halves, for which a tree's walks have registers: 1 and
+        # 16 of 40 of 256 8.1 and 88.9 (8.7, 90.5), 1 and 200 of 8 of 256 2.7 and 227 (3.7, 221).
+        return DecodePlan(32 if heads.head_qk > 128 else 64, 4, limits.dependent_launch, hopper=True, lines=True)
     return DecodePlan(min(64, columns), 4, limits.dependent_launch)

@@ -1,4 +1,5 @@
 // rows.cuh on a CPU: the 128 or 256 threads of a producer bring blocks of keys to shared memory, beside what TMA's swizzle says.
+// And prefill's stores.cuh: those of two warpgroups store a tile of which rows are missing, beside what WGMMA's fragments are.
 // Prints what was run, how many elements are not what they must be, and how many were looked at.
 
 #include <cstdio>
@@ -68,6 +69,21 @@ static uint32_t scaled(uint32_t halves, float scale) {
 }
 }  // namespace mla::rows
 
+struct uint2 {
+  uint32_t x, y;
+};
+namespace mla::tiles {
+template <bool BF16> static uint32_t pack(float x, float y) {
+  return mla::rows::both(BF16 ? to_bfloat16(x) : to_half(x), BF16 ? to_bfloat16(y) : to_half(y));
+}
+static uint32_t given_by(uint32_t x, int apart) { return exchanged(x, own % 32 ^ apart); }
+static void store(uint16_t *to, uint2 x, uint2 y, bool there) {
+  uint32_t all[4] = {x.x, x.y, y.x, y.y};
+  if (there) memcpy(to, all, 16);
+}
+}  // namespace mla::tiles
+
+#include "../prefill/stores.cuh"
 #include "rows.cuh"
 
 constexpr int WIDTH = 576, BLOCKS = 3, ELEMENTS = 64 * WIDTH;
@@ -183,7 +199,31 @@ template <int KEYS, bool RECORDS, bool BF16, int SLOTS, bool PAIR = false> stati
   if (PAIR) printf("%s, bytes sent: %d %d\n", name, int(sent - expected), int(sent));
 }
 
+// Rows of a tile lie apart, and behind the last of them somebody else's.
+template <int COLUMNS, bool BF16> static void stored(const char *name) {
+  constexpr int ROWS = 128, PRESENT = 77, APART = COLUMNS + 24;
+  auto value = [](int row, int column) { return float((row * 37 + column * 5) % 251 - 125); };
+  std::vector<uint16_t> out(ROWS * APART, 0xA5A5);
+  run_threads(256, [&](int thread) {
+    float accumulated[COLUMNS / 2];
+    // WGMMA's: of eight columns two, of a row and of the eighth behind it.
+    for (int i = 0; i < COLUMNS / 2; i++)
+      mla::tiles::keep(accumulated, i, value(thread / 32 * 16 + i / 2 % 2 * 8 + thread % 32 / 4, i / 4 * 8 + thread % 4 * 2 + i % 2));
+    mla::tiles::store_rows<COLUMNS, BF16>(accumulated, out.data(), APART, PRESENT, thread);
+  });
+  int wrong = 0;
+  for (int i = 0; i < ROWS * APART; i++) {
+    int row = i / APART, column = i % APART;
+    bool there = row < PRESENT && column < COLUMNS;
+    uint16_t want = !there ? 0xA5A5 : BF16 ? to_bfloat16(value(row, column)) : to_half(value(row, column));
+    wrong += out[i] != want;
+  }
+  printf("%s: %d %d\n", name, wrong, ROWS * APART);
+}
+
 int main() {
+  stored<128, true>("a tile");
+  stored<64, false>("a tile, float16");
   copied<16>("copied");
   widened<8, false, true, 3>("one scale");
   widened<8, false, false, 3>("one scale, float16");

@@ -48,6 +48,11 @@ def row_owners(T: Any, rows: int) -> Any:
     return T.Fragment((rows,), forward_fn=owner, replicate=4)
 
 
+def number_of_sum(i: Any, j: Any) -> Any:
+    """Which of a thread's accumulators is one of 64 rows, as WGMMA has them."""
+    return j // 8 * 4 + i % 16 // 8 * 2 + j % 2
+
+
 def log_of_sum(T: Any, running_max: Any, row_sum: Any, unit: float = 1.0) -> Any:
     """The logarithm of row_sum * 2 ** running_max: of 2, or with ``unit`` ln 2 the natural one.
 

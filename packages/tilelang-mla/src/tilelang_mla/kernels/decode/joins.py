@@ -7,7 +7,7 @@ rings are free, and when all has been given.
 
 from typing import Any
 
-from tilelang_mla.kernels.common import GROUP, ROWS, macro, row_owners
+from tilelang_mla.kernels.common import GROUP, ROWS, macro, number_of_sum, row_owners
 from tilelang_mla.kernels.decode.rows import at
 
 
@@ -39,11 +39,6 @@ def weigh_part(T, s):
     """The last rescale, of this part."""
     for i in T.Parallel(*s.row_sum.shape):
         s.rescale[i] = s.rescale[i] * s.block_max[i]
-
-
-def number_of_sum(i: Any, j: Any) -> Any:
-    """Which of a thread's accumulators is one of 64 rows, as WGMMA has them."""
-    return j // 8 * 4 + i % 16 // 8 * 2 + j % 2
 
 
 @macro

@@ -7,6 +7,7 @@ their values. A producer warp finds the tiles, and issues TMA loads of their q a
 tokens, sequences and heads, lengths and scale are not specialised on.
 """
 
+from pathlib import Path
 from typing import Any
 
 from tilelang_mla.kernels.common import GROUP, ROWS, WARP
@@ -24,6 +25,7 @@ from tilelang_mla.kernels.prefill.roles import consume, produce
 from tilelang_mla.kernels.prefill.serial import attend_serially
 from tilelang_mla.kernels.softmax import COLUMNS, Softmax, owner_of_sum
 
+TEXT = Path(__file__).with_name("stores.cuh").read_text()
 # Registers of a consumer's thread, by the number of consumer warpgroups, and of the producer's.
 _CONSUMER, _PRODUCER = {1: 240, 2: 224}, 56
 
@@ -60,7 +62,8 @@ def attend(
         num_programs: T.int32,
         heads_each: T.int32,
     ):
-        with T.Kernel(num_programs, threads=1 if serial else S.consumers + GROUP) as i_program:
+        options = {"threads": 1} if serial else {"threads": S.consumers + GROUP, "prelude": TEXT}
+        with T.Kernel(num_programs, **options) as i_program:
             # As launch.py prepares them: rows may be written in vectors of 16 bytes.
             T.assume(out_token % 8 == 0)
             T.assume(out_head % 8 == 0)

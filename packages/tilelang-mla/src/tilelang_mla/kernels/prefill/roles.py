@@ -6,7 +6,7 @@ ahead has brought. From the first one on 512 tokens of 32 heads behind 8192 took
 with one kv head, of which all lie in L2.
 """
 
-from tilelang_mla.kernels.common import FLOOR, WARP, macro, row_owners
+from tilelang_mla.kernels.common import FLOOR, WARP, macro, number_of_sum, row_owners
 from tilelang_mla.kernels.prefill.groups import (
     HEAD,
     KEYS,
@@ -141,6 +141,7 @@ def load_keys(T, S, k, memory, barriers, i_block, row, i_head_kv, lane):
 def consume(T, S, launch, memory, barriers, s, acc, out, lse, lane):
     """Each consumer warpgroup multiplies its own rows of the tiles that it is told of."""
     told = memory.told
+    own = T.alloc_local((acc.shape[1] // 2,), T.float32)
     done = T.alloc_var(T.int32, init=0)
     turn = T.alloc_var(T.int32, init=0)
     T.barrier_wait(barriers.q_full, 0)
@@ -193,7 +194,10 @@ def consume(T, S, launch, memory, barriers, s, acc, out, lse, lane):
         finish_rows(T, s, acc)
         if launch.wants_lse != 0:
             store_lse(T, lse, s, i_head, first_row, rows)
-        store_rows(T, out, acc, i_head, first_row, rows)
+        if S.in_parts:
+            store_rows(T, out, acc, i_head, first_row, rows)
+        else:
+            store_lines(T, S, out, acc, own, i_head, first_row, rows)
         turn = turn + 1
         T.barrier_wait(barriers.q_full, turn % 2)
         steps = told[STEPS]
@@ -242,16 +246,34 @@ def store_lse(T, lse, s, i_head, first_row, rows):
 
 
 @macro
-def store_rows(T, out, acc, i_head, first_row, rows):
-    """Rows of a tile. Where it lies is assumed, as the scheduler sees to it: asked about by each store it took 4 to 5 %
-    of 8 x 1024 tokens."""
+def assume_tile(T, out, i_head, first_row, rows):
+    """Where a tile lies, as the scheduler sees to it: asked about by each store it took 4 to 5 % of 8 x 1024 tokens."""
     T.assume(i_head >= 0)
     T.assume(i_head < out.shape[1])
     T.assume(first_row >= 0)
     T.assume(first_row + rows <= out.shape[0])
+
+
+@macro
+def store_rows(T, out, acc, i_head, first_row, rows):
+    """Rows of a tile."""
+    assume_tile(T, out, i_head, first_row, rows)
     for i, j in T.Parallel(*acc.shape):
         if i < rows:
             out[first_row + i, i_head, j] = acc[i, j]
+
+
+@macro
+def store_lines(T, S, out, acc, own, i_head, first_row, rows):
+    """Rows of a tile of 16 bits, by stores.cuh."""
+    assume_tile(T, out, i_head, first_row, rows)
+    for i, j in T.Parallel(*acc.shape):
+        T.call_extern("handle", "mla::tiles::keep", T.access_ptr(own[0], "rw"), number_of_sum(i, j), acc[i, j])
+    T.call_extern(
+        "handle", f"mla::tiles::store_rows<{S.head_dim_v}, {str(S.dtype == T.bfloat16).lower()}>",
+        T.access_ptr(own[0], "r"), T.access_ptr(out[first_row, i_head, 0], "w"), out.strides[0], rows,
+        T.get_thread_binding(),
+    )  # fmt: skip
 
 
 @macro

@@ -345,7 +345,8 @@ def test_prompts_are_left_whole_where_no_sequence_may_have_many_more_keys_than_t
 @pytest.mark.parametrize(
     ("sequences", "longest", "bound", "new_kv", "splits"),
     [
-        (1, 256, 256, False, 1), (16, 512, 512, False, 1), (4, 2048, 2048, False, 1), (4, 2048, 4096, False, 0),
+        (1, 256, 256, False, 1), (16, 512, 512, False, 1), (4, 2048, 2048, False, 1), (4, 2048, 4096, False, 1),
+        (4, 2048, 8192, False, 0),
         (1, 8192, 8192, True, 1), (1, 8192, 8192, False, 0), (1, 8192, 16384, True, 0), (16, 1, 1024, False, 1),
         (1, 2048, 8192, False, 1), (1, 2048, 16384, False, 0),
     ],

@@ -55,6 +55,9 @@ _LONG_CONTEXT = 4
 # ten of 17 to 4000 525 and 542. Registers that the scheduler's warp does without then are left to consumers: 1 x 8192,
 # 16384, 65536 897, 3427, 54109 us, shared 982, 3729, 57813; 1 x 2048 85.1, with 56 87.1.
 _LOADING_WHOLE = 40
+# And those of sequences that are all as long, behind about as many keys: 4 x 1024 behind 1024 185.8 us, shared 207.9,
+# 3 x 1500 behind 1000 236.9 and 255.7, 4 x 2048 behind 2048 690.6 and 716.4; other heads were not timed.
+_AS_MANY_CACHED, _TIMED_HEAD = 2, 128
 # Shared memory of sm_90 in bytes, without what barriers, positions and items take.
 _MOST_SHARED = 224 * 1024
 # What a merge kernel combines quickly enough.
@@ -275,7 +278,8 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     if group > 64 or _has_few_rows(problem):
         return False
     longest = min(problem.max_seqlen_q, problem.tokens)
-    few_cached = keys <= power_of_two_at_least(longest)
+    alike = problem.tokens == problem.sequences * longest > longest and problem.largest_head == _TIMED_HEAD
+    few_cached = keys <= power_of_two_at_least(longest) * (_AS_MANY_CACHED if alike else 1)
     few_cached = few_cached or (problem.new_kv and problem.capacity <= _FEW_KEYS)
     if keys <= _SHORT_TILE or (few_cached and problem.sequences > 1):
         return problem.tokens // tokens * problem.num_heads_kv >= 2 * programs

@@ -81,6 +81,7 @@ CASES: dict[str, tuple[PrefillPlan, dict[str, Any]]] = {
     "head size 80": (plan(), {"heads": (4, 2), "head_dim": 80, "cached": True}),
     "head size 192, split": (plan(128, 128, 3), {"heads": (4, 2), "head_dim": 192, "sinks": True, "page": 128}),
     "head size 192, a window": (plan(), {"heads": (4, 2), "head_dim": 192, "window": (90, -1), "cached": True}),
+    "many boxes": (plan(128, 128, 3), {"heads": (4, 2), "head_dim": 64, "page": 8, "cached": True, "sinks": True}),
     "head size 192, pages of 8": (plan(128, 128, 3), {"heads": (4, 2), "head_dim": 192, "page": 8, "cached": True}),
     "head size 160, pages of 1": (plan(), {"heads": (4, 2), "head_dim": 160, "page": 1, "window": (70, -1),
                                            "lengths": FEW}),

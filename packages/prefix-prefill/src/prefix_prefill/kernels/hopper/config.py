@@ -73,23 +73,30 @@ def is_gathered(C):
 
 @gluon.constexpr_function
 def comes_box_by_box(tiles, bits, C):
-    """Whether cached keys, or values, of one box a row are loaded box by box, and not all boxes of a tile at once.
+    """Whether cached keys, or values, of one box a row are loaded box by box, and not all boxes of a tile at once. Of
+    tiles that may be cut many boxes come ahead.
 
     On an H100, over pages of 16: 8 chunks of 512 behind 8192 with heads of 64 324 us, so 346; of 128 in 8 bits 31 that
     decode behind 8192 210, so 219, a chunk of 2048 behind 30720 1750, so 1760; but of 128 in 16 bits 512 behind 131072
     426, so 407. New keys beside them, 8-bit queries, and decoding with heads of 64 were not timed.
     """
-    return column_of(tiles, len(tiles)) * bits <= 1024 and (C.IS_FP8 or C.CONSUMERS > 1) and not (C.NEW_KV or C.K_FP8)
+    ahead = C.IN_PARTS and C.BLOCK_N // C.BOX > 8 and not (C.IS_FP8 or C.PACKED)
+    other = C.NEW_KV or C.K_FP8 or ahead
+    return column_of(tiles, len(tiles)) * bits <= 1024 and (C.IS_FP8 or C.CONSUMERS > 1) and not other
 
 
 @gluon.constexpr_function
 def comes_ahead(C):
     """Whether the pages of a tile of cached keys are looked up while the tile before it is loaded, and its boxes come
-    one by one: of prompts, whose tiles are whole and short.
+    one by one: of prompts, whose tiles are whole and short, and where a tile comes in more boxes than are looked up at
+    once, those of 8 rows.
 
-    On an H100, over pages of 16: 8 x 1024 with heads of 128 179 us, so 211; not unrolled 189.
+    On an H100, over pages of 16: 8 x 1024 with heads of 128 179 us, so 211; not unrolled 189. On an H200, 4 x 512
+    behind 16384 over pages of 8: heads of 64 675 us, so 927, of 192 1475, so 1517, of 128 950, so 940; over pages of 24
+    of 96 902, so 994; capped heads of 80 behind 60000 3138, so 4361.
     """
-    return not (C.IN_PARTS or C.NEW_KV or C.IS_FP8 or C.PACKED) and C.CONSUMERS > 1
+    plain = not (C.NEW_KV or C.IS_FP8 or C.PACKED) and C.CONSUMERS > 1
+    return plain and (not C.IN_PARTS or C.BLOCK_N // C.BOX > 8)
 
 
 @gluon.constexpr_function

@@ -33,6 +33,7 @@ from prefix_prefill.two_programs import (
     has_short_window,
     is_capped_by_two,
     is_capped_by_warps,
+    is_plain,
     keys_of_two,
 )
 
@@ -304,9 +305,10 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     if block_m == 64 and 128 < problem.head_dim_v <= 256:
         # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
-    if has_short_window(problem, block_m) or (is_capped_by_two(problem) and (block_m == 64 or few_tiles)):
+    if has_short_window(problem) or (is_capped_by_two(problem) and (block_m == 64 or few_tiles)):
         # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
-        # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7.
+        # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7; 64 and one that
+        # decode behind 8000 28.0 and 9.5, by one 33.4 and 9.3.
         stages = 4 if problem.largest_head <= 64 else 2
         loading = LOADING_LARGE if problem.head_dim_v > 192 else 56
         two = PrefillPlan(64, keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2, loading=loading)
@@ -321,6 +323,11 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
         return PrefillPlan(block_m, min(block_n, 64), 0, 4, 4 if roomy else 2, hopper=True)
     loading = 72 if block_m == 64 and _is_converted_by_heads_of_128(problem) else 56
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
+    small = problem.head_dim == problem.head_dim_v == 64 and is_plain(problem) and not problem.joined
+    if block_m == 64 and small:
+        # 64 that decode behind 8000 266 us on an H200, by 2 stages 277, 8 ragged ones over pages of 24 75.7 and 78.8;
+        # but 8 x 5 behind 2000 20.3 and 20.0. By 4 stages 269, 75.8 and 20.5.
+        stages = 3
     holds = block_m == 128 and _holds_queries(problem)
     if holds and problem.cache_bits == 16:
         stages, loading = 4, 40

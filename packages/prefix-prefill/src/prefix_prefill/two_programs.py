@@ -28,26 +28,26 @@ def is_capped_by_two(problem: Problem) -> bool:
     """Whether scores are capped, in more instructions than one consumer an SM has time for: 8 drafts of 5 behind 17 to
     50000, heads of 64, 55.5 us on an H200, so 75.0.
     """
-    return problem.softcap > 0 and problem.largest_head <= 128 and _is_plain(problem)
+    return problem.softcap > 0 and problem.largest_head <= 128 and is_plain(problem)
 
 
 def is_capped_by_warps(problem: Problem) -> bool:
     """Whether two programs an SM were timed with CAPPING 4: these heads, 2 to 7 % less."""
-    return problem.softcap > 0 and problem.head_dim == problem.head_dim_v in (64, 96, 256) and _is_plain(problem)
+    return problem.softcap > 0 and problem.head_dim == problem.head_dim_v in (64, 96, 256) and is_plain(problem)
 
 
-def _is_plain(problem: Problem) -> bool:
+def is_plain(problem: Problem) -> bool:
     """Whether a cache of 16 bits holds all keys; what is new, a draft, gathered or shared was not timed by two."""
     other = problem.new_kv or problem.draft or problem.alibi or problem.shared or problem.carried
     return not (other or is_gathered(problem) or is_packed(problem)) and problem.cache_bits == 16
 
 
-def has_short_window(problem: Problem, block_m: int) -> bool:
+def has_short_window(problem: Problem) -> bool:
     """Whether rows see few more keys than a tile has, and so little that tiles' beginnings and ends count. Of heads of
-    256 neither what decodes nor a window above 128 was timed.
+    256 no window above 128 was timed.
     """
     short = 0 <= problem.left < SHORT_WINDOW and 0 <= problem.right < SHORT_WINDOW
     shorter = problem.left + problem.right < SHORT_WINDOW // 2
-    large = problem.head_dim == problem.head_dim_v == 256 and shorter and block_m == 128 and _is_plain(problem)
+    large = problem.head_dim == problem.head_dim_v == 256 and shorter and is_plain(problem)
     fits = fits_twice(problem) and (problem.head_dim_v <= 192 or large)
     return short and fits and not (problem.alibi or is_packed(problem))

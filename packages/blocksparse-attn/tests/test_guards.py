@@ -12,6 +12,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -553,6 +554,7 @@ def test_addresses_start_what_their_tensors_would(tensors, started, plan, kernel
 GRAPHS = {
     "lists": lists(64, 64, 1, 2), "lists, split": lists(64, 32, 3, 2), "packed": packed(16, 64, 1, 3),
     "packed, split": packed(16, 32, 4, 3, 4), "on Hopper": hopper(), "on Hopper, split": hopper(64, 2),
+    "on Hopper, as free": replace(hopper(64), as_free=True), "as free, split": replace(hopper(64, 2), as_free=True),
 }  # fmt: skip
 
 
@@ -584,6 +586,34 @@ def test_every_kernel_is_captured_in_a_graph_and_never_synchronises(tensors, pla
         contract.check_no_host_sync(lambda run=run, inputs=inputs: run(*inputs))
         contract.check_cuda_graph(run, lambda seed, made=made: call_of(made(seed), plan)[1])
         contract.check_deterministic(lambda run=run, inputs=inputs: run(*inputs))
+
+
+def test_a_counter_is_of_one_call_alone(device) -> None:
+    """Beyond those that are made together."""
+    counters = launch.Counters(device)
+    found = [counters.new() for _ in range(2500)]
+    assert len({counter.data_ptr() for counter in found}) == len(found)
+    assert all(counter.data_ptr() % 16 == 0 for counter in found)
+    assert not int(torch.stack([counter.reshape(-1)[0] for counter in found]).abs().max())
+
+
+@gpu
+def test_calls_on_two_streams_at_once_take_their_tiles_apart(tensors) -> None:
+    plan = replace(hopper(64), as_free=True)
+    on_hopper_or_skip(plan, tensors.device)
+    options = {"heads": (8, 2), "head_dim": 64, "blocks": (64, 64), "mask": torch.ones(8, 32, 32, dtype=torch.bool)}
+    calls = [call_of(tensors.batch([(0, 2000), (1000, 1000)], **options), plan) for _ in range(2)]
+    wanted = [run(*inputs) for run, inputs in calls]
+    streams, found = [torch.cuda.Stream() for _ in calls], []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for (run, inputs), stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(run(*inputs))
+    torch.cuda.synchronize()
+    for number, results in enumerate(found):
+        for one, other in zip(results, wanted[number % 2], strict=True):
+            assert_bitwise_equal(one, other)
 
 
 # Offsets past 2^31 elements

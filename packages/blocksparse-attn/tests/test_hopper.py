@@ -15,6 +15,7 @@ import torch
 
 from blocksparse_attn import AttentionPlan, launch
 from kernel_reference.testing import contract, gluon
+from kernel_reference.testing.guards import assert_bitwise_equal
 
 BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.simulated
@@ -73,6 +74,9 @@ CASES: dict[str, tuple[AttentionPlan, dict[str, Any]]] = {
     "head size 192, in parts": (plan(64, 2), {"heads": (1, 1), "head_dim": 192}),
     "blocks of 32, products in turn": (
         replace(plan(), in_turn=True), {"heads": (1, 1), "head_dim": 64, "blocks": (32, 32)},
+    ),
+    "tiles as programs come free, in parts": (
+        replace(plan(128, 2), as_free=True), {"heads": (2, 1), "head_dim": 80, "kind": "paged", "page": 16},
     ),
     "blocks of 16, in parts": (plan(64, 2), {"heads": (1, 1), "head_dim": 64, "blocks": (16, 16)}),
     "blocks of 48 and 96": (plan(), {"heads": (1, 1), "head_dim": 64, "blocks": (48, 96), "one_layout": True}),
@@ -146,6 +150,16 @@ def test_lists_that_have_nothing_in_common_are_each_walked_once(tensors, kernels
         batch = tensors.batch([(256, 256)], heads=(1, 1), head_dim=64, blocks=(64, 64), mask=mask)
         kernels.attend(batch, plan(block_n))
         batch.check(most=4)
+
+
+def test_which_program_takes_a_tile_changes_no_bit(tensors, kernels) -> None:
+    batch = tensors.batch([(70, 200)], heads=(2, 1), head_dim=64, blocks=(64, 64))
+    found = []
+    for as_free in (False, True):
+        kernels.attend(batch, replace(plan(64), as_free=as_free))
+        found.append((batch.out.tensor.clone(), batch.lse.tensor.clone()))
+    for one, other in zip(*found, strict=True):
+        assert_bitwise_equal(one, other)
 
 
 # The arguments of the op that are stretched, and in which dimensions: three or more of each, so that strides fit in 32

@@ -160,7 +160,7 @@ def test_small_devices_and_float32_take_tiles_that_they_can_hold() -> None:
 
 def test_decoding_of_float32_multiplies_heads_together_where_they_list_most_blocks() -> None:
     eight, rows = replace(DECODING, num_heads_kv=4), DECODING.rows
-    for share, thirds in ((0.2, False), (0.5, False), (0.7, True), (1.0, True)):
+    for share, thirds in ((0.2, False), (0.45, False), (0.55, True), (1.0, True)):
         problem = replace(eight, bits=32, entries=int(share * rows * (rows + 1) / 2))
         plan = plan_attention(problem, H200)
         assert (plan.thirds, plan.block_m) == (thirds, 16 if thirds else 1)
@@ -170,7 +170,10 @@ def test_decoding_of_float32_multiplies_heads_together_where_they_list_most_bloc
         plan_attention(replace(every, **change), H200).thirds
         for change in ({"bits": 16}, {"max_seqlen_q": 64}, {"head_dim": 192})
     )
-    assert not plan_attention(replace(every, num_heads_kv=32), H200).thirds
+    of = {heads: plan_attention(replace(every, num_heads_kv=heads), H200).thirds for heads in (4, 8, 16, 32)}
+    assert of == {4: True, 8: True, 16: False, 32: False}
+    small = replace(every, head_dim=64, head_dim_v=64)
+    assert [plan_attention(replace(small, num_heads_kv=n), H200).thirds for n in (4, 8)] == [True, False]
 
 
 # Which kernel
@@ -242,7 +245,8 @@ def test_scattered_rows_are_walked_a_block_at_a_time_on_sm_90() -> None:
     assert replace(plan, block_n=128, num_stages=2) == plan_attention(PROMPT, H200)
     for change in ({"q_block": 128}, {"k_block": 32}, {"head_dim": 256, "head_dim_v": 256}):
         other = replace(PROMPT, **change)
-        assert plan_attention(replace(other, scattered=True), H200) == plan_attention(other, H200)
+        pattern = plan_attention(other, H200)
+        assert plan_attention(replace(other, scattered=True), H200) == replace(pattern, as_free=True)
 
 
 def test_queries_have_two_stages_on_sm_90_where_shared_memory_allows() -> None:
@@ -344,6 +348,7 @@ REFUSED = {
     "warps that are no power of two": {"num_warps": 3}, "no warps": {"num_warps": 0}, "no stages": {"num_stages": 0},
     "heads in turn, without hopper": {"heads_together": 2},
     "products in turn, without hopper": {"in_turn": True}, "slack, without hopper": {"slack": 8},
+    "tiles as programs come free, without hopper": {"as_free": True},
 }  # fmt: skip
 REFUSED_ON_HOPPER = {
     "64 rows": {"block_m": 64}, "256 rows": {"block_m": 256}, "32 keys": {"block_n": 32}, "256 keys": {"block_n": 256},

@@ -8,6 +8,7 @@ are of other layers.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def drawn_layer(rng: random.Random) -> dict[str, Any]:
         "side": rng.choice(["left", "right", "both"]), "window": rng.random() < 0.3,
         "softcap": rng.choice([0.0, 0.0, 0.0, 5.0, 30.0]), "softmax_scale": rng.choice([None, None, None, 0.3, -0.1]),
         "sinks": rng.random() < 0.4, "lse": rng.random() < 0.7, "index_dtype": rng.choice([torch.int32, torch.int64]),
+        "scattered": rng.random() < 0.3,
     }  # fmt: skip
 
 
@@ -105,11 +107,12 @@ def test_a_random_call_under_a_mask_is_the_attention(tensors, kernels, device, r
     window = (rng.choice([0, 1, 9, 127, 128, rng.randint(0, 2000)]), -1) if layer["window"] else None
     after = {} if layer["kind"] == "padded" else {"rows_after": rng.choice([0, 0, 1, 70])}
     print(layer, window, after, lengths, splits)
+    scattered = layer.pop("scattered")
     batch = tensors.batch(lengths, **{**layer, "window": window}, **after)
     if small:
         kernels.attend(batch, AttentionPlan(16, 16, max(1, splits), 4, 1))
     else:
-        batch.run(num_splits=splits or None)
+        batch.run(replace(batch.layout, scattered=scattered), num_splits=splits or None)
     batch.check(most=3)
 
 
@@ -136,6 +139,7 @@ def test_layers_of_all_kinds_are_drawn() -> None:
         ("kind", "padded"),
         ("page_layout", "x-packed"),
         ("window", True),
+        ("scattered", True),
     ):
         assert any(layer[name] == value for layer in masked), name
     chosen = [drawn_selected_layer(random.Random(f"layer {i}")) for i in range(200)]

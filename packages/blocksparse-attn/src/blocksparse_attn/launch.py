@@ -7,7 +7,8 @@ how kernels are tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -60,6 +61,8 @@ from kernel_reference.memory import nothing
 
 # Numbers of partial results that a warp of the merge kernel has at once: 64 of a thread.
 _MERGED_NUMBERS = 2048
+# Streams whose counters are kept, 16 kB each.
+_MOST_STREAMS = 64
 
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
@@ -90,7 +93,13 @@ def prepare_attend(problem: Problem, plan: AttentionPlan | None, tensors: Tensor
             wanted = "without hopper where softmax_scale is below 0, or queries, keys or values are"
             fail("plan", f"{wanted} not 16-byte aligned and of strides of whole 16 bytes", chosen)
         launch = _attend(here, chosen, forms, device)
-        attend = _with_merged(launch, here, chosen, device) if merges_lists(here, chosen) else launch
+        attend: Launch | Run = launch
+        if merges_lists(here, chosen):
+            # A column, and its rows, for each that a split may see.
+            size = programs_of(here, chosen) * 2 * merged_width(here, chosen)
+            attend = _with_memory(launch, allocator_of((size,), (1,), torch.int32, device))
+        elif chosen.as_free:
+            attend = _with_memory(launch, counters_of(device).new)
         if chosen.num_splits == 1:
             return without_parts(attend, device)
         return _in_parts(attend, here, chosen, forms, device)
@@ -140,13 +149,13 @@ def _grouped(padded: bool, by_tma: bool) -> Callable[..., tuple[Any, ...]]:
     def group(
         q: Pointer, k: Pointer, v: Pointer, crow: Pointer, col: Pointer, cu_q: Pointer, cu_k: Pointer, table: Pointer,
         seqlens_k: Pointer, q_starts: Pointer, q_ends: Pointer, k_starts: Pointer, k_ends: Pointer, sinks: Pointer,
-        out: Pointer, lse: Pointer, part: Pointer, part_lse: Pointer, merged: Pointer = None,
+        out: Pointer, lse: Pointer, part: Pointer, part_lse: Pointer, memory: Pointer = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         bounds = (q_starts, q_ends, k_starts, k_ends) if padded else (cu_q, None, cu_k, seqlens_k)
         outputs = out, lse, part, part_lse
         if type(crow) is int:
-            return q, k, v, (crow, col, merged), table, bounds, sinks, outputs
-        return q, k, v, Lists(crow, col, merged), table, Bounds(*bounds), sinks, Outputs(*outputs)
+            return q, k, v, (crow, col, memory), table, bounds, sinks, outputs
+        return q, k, v, Lists(crow, col, memory), table, Bounds(*bounds), sinks, Outputs(*outputs)
 
     return (lambda *others: group(None, None, None, *others)[3:]) if by_tma else group
 
@@ -182,7 +191,7 @@ def _hopper_config(problem: Problem, plan: AttentionPlan) -> HopperConfig:
         TABLE=table, UNIFORM=plan.block_n > 64 and not table, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
         SOFTCAP=problem.softcap > 0, HAS_LEFT=problem.left >= 0, STAGES=plan.num_stages,
         Q_STAGES=query_stages(problem, plan), TOGETHER=plan.heads_together or problem.num_heads,
-        IN_TURN=bool(plan.in_turn), SLACK=plan.slack,
+        IN_TURN=bool(plan.in_turn), SLACK=plan.slack, AS_FREE=bool(plan.as_free),
     )  # fmt: skip
 
 
@@ -307,17 +316,47 @@ def merge_config(
     )  # fmt: skip
 
 
-def _with_merged(attend: Launch, problem: Problem, plan: AttentionPlan, device: torch.device) -> Run:
-    """A launch whose programs have room to merge the lists of their rows in: a column, and its rows, for each that a
-    split may see."""
-    size = programs_of(problem, plan) * 2 * merged_width(problem, plan)
-    new_merged = allocator_of((size,), (1,), torch.int32, device)
+class Counters:
+    """A counter for each call, zero, that no other call has: those on other streams do not meet in it.
+
+    They are made a thousand at a time, on the stream that they are used on. A captured call is replayed with the memory
+    that it was given, and so has one of its own, which its graph zeroes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # By stream: four integers each, as launches take addresses of whole 16 bytes; and the next one's number.
+        self._made: dict[int, tuple[Tensor, Iterator[int]]] = {}
+
+    def new(self) -> Tensor:
+        if self._device.type != "cuda":
+            return torch.zeros(1, dtype=torch.int32, device=self._device)
+        with torch.cuda.device(self._device) if torch.cuda.device_count() > 1 else nullcontext():
+            if torch.cuda.is_current_stream_capturing():
+                return torch.zeros(1, dtype=torch.int32, device=self._device)
+            stream = torch.cuda.current_stream().cuda_stream
+            counters, numbers = self._made.get(stream, (None, iter(())))
+            number = next(numbers, None)
+            if counters is None or number is None:
+                if len(self._made) >= _MOST_STREAMS:
+                    self._made.clear()
+                counters, numbers = torch.zeros(1000, 4, dtype=torch.int32, device=self._device), iter(range(1, 1000))
+                self._made[stream] = counters, numbers
+                number = 0
+            return counters[number]
+
+
+counters_of = lru_cache(Counters)
+
+
+def _with_memory(attend: Launch, new: Callable[[], Tensor]) -> Run:
+    """A launch whose programs share memory, new in each call."""
 
     def at(*eighteen: int | None) -> bool:
-        merged = new_merged()
-        return attend.at(*eighteen, merged.data_ptr())
+        memory = new()
+        return attend.at(*eighteen, memory.data_ptr())
 
-    return Run(lambda *eighteen: attend(*eighteen, new_merged()), at)
+    return Run(lambda *eighteen: attend(*eighteen, new()), at)
 
 
 def _in_parts(attend: Launch | Run, problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch.device) -> Run:

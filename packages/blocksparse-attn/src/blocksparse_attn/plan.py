@@ -24,9 +24,11 @@ _MOST_PACKED = 64
 # Rows of float32 up to which each is a program. Decode of 131072 keys of 16 heads of 128 on an H200 (triton 3.6.0,
 # 2026-11-26): 335 us, 606 with eight warps, 1810 in tiles of 16 rows, most of which are padding; a copy takes 258.
 _MOST_SINGLE = 8
-# Where rows list so large a share, those of a kv head list mostly the same: 8 sequences of 32768, 8 heads of 128 over
-# one, 205 us in thirds for 442 row by row, with half of the blocks 200 for 234, with 20 % at random 614 for 358 (H200).
-_MOST_LISTED = 0.6
+# Heads times the share that each lists, from which on they are multiplied together, of sizes up to 64 and others: what
+# any of them lists is multiplied for all, row by row what each lists. Eight heads of 128 over one kv head that list all
+# take 204 us in thirds for 468, half 202 for 232, 20 % at random 614 for 358; six that list all 200 for 339, four 379
+# for 449, half 380 for 241; of 64 elements four 394 for 309, eight that list half 249 for 159 (H200, 2026-11-27).
+_MOST_LISTED = (6, 4)
 # Lists are short below this many keys a row, on average, of small blocks and of others. Phi-3-small's prompts on an
 # H200 (triton 3.6.0, 2026-11-24), with 64 keys a tile for 128: 156 us for 167 of 4096 tokens (1072 keys a row), 356 for
 # 374 of 8192 (1384); but 1410 for 1392 of 32768 that list 1521, 969 for 949 of 16384 (1924), 3105 for 2858 of 32768
@@ -111,6 +113,7 @@ class AttentionPlan(Plan):
     ``heads_together`` heads in turn, 0: of all, before the next rows of these; with ``in_turn`` its consumers issue
     their products in turn; a score may exceed the running max by ``slack`` powers of two before that follows, 0 to 8.
     ``thirds``: packed tiles of float32 are multiplied on tensor cores, in three parts of 11, 11 and 2 bits.
+    ``as_free``: on sm_90 programs take tiles as they come free, not in a fixed order.
     """
 
     block_m: int
@@ -124,6 +127,7 @@ class AttentionPlan(Plan):
     in_turn: bool = False
     slack: int = 0
     thirds: bool = False
+    as_free: bool = False
 
     def covers(self, problem: Problem) -> bool:
         """Whether a kernel can run this problem with this plan."""
@@ -150,7 +154,7 @@ class AttentionPlan(Plan):
                 and problem.num_heads % max(1, self.heads_together) == 0
                 and _hopper_bytes(problem, self, 1) <= _HOPPER_BYTES
             )
-        if self.heads_together or self.in_turn or self.slack:
+        if self.heads_together or self.in_turn or self.slack or self.as_free:
             return False
         if self.packed:
             return 1 <= self.packed <= self.block_m // heads_per_tile(problem.group, self.block_m)
@@ -308,7 +312,11 @@ def _hopper(problem: Problem) -> AttentionPlan:
     long = problem.capacity >= _MANY_KEYS and problem.tokens >= _CHUNK and problem.sequences == 1
     if long and not (narrow or problem.num_splits) and problem.num_heads >= 32 and problem.num_heads_kv % 2 == 0:
         plan = replace(plan, heads_together=problem.num_heads // 2)
-    return plan
+    # Rows whose lists differ take different times: of lists at random 974 us for 1048, 366 for 402, 372 for 401. And
+    # few tiles come out uneven: 4 x 128 tokens behind 65408 in a pattern 264 for 355, 32768 2576 for 2583, 2048 behind
+    # 30720 275 for 275 (H200, 2026-11-27). Other heads and smaller blocks were not timed in patterns.
+    timed = _widest(problem) > 64 and not (_widest(problem) > 128 or tail or needs_table(problem))
+    return replace(plan, as_free=problem.scattered or timed)
 
 
 def _listed_share(problem: Problem) -> float:
@@ -318,8 +326,9 @@ def _listed_share(problem: Problem) -> float:
 
 def _packed(problem: Problem, limits: DeviceLimits) -> AttentionPlan:
     tokens = _most_queries(problem)
-    eight = limits.hopper and problem.group >= 8 and tokens * problem.group <= 16 and _widest(problem) <= 128
-    if problem.bits == 32 and eight and problem.page_layout != "x-packed" and _listed_share(problem) >= _MOST_LISTED:
+    several = limits.hopper and tokens * problem.group <= 16 and _widest(problem) <= 128
+    alike = min(1.0, _listed_share(problem)) * min(8, problem.group) >= _MOST_LISTED[_widest(problem) > 64]
+    if problem.bits == 32 and several and alike and problem.page_layout != "x-packed":
         return AttentionPlan(16, 16, 1, 4, 3, tokens, thirds=True)
     if problem.bits == 32 and tokens * problem.group <= _MOST_SINGLE:
         block_n, num_warps = (8, 1) if _widest(problem) > 128 else (min(32, power_of_two_in(problem.k_block)), 4)

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 
 class Lists(NamedTuple):
-    """A block layout: ``crow`` [heads or 1, rows + 1] and ``col`` [heads or 1, nnz]; and room for the lists that each
-    program merges, see ``portable.merged``."""
+    """A block layout: ``crow`` [heads or 1, rows + 1] and ``col`` [heads or 1, nnz]; and memory of the call: room for
+    the lists that each program merges, see ``portable.merged``, or how many work items were taken beside each program's
+    first, see ``next_work``."""
 
     crow: Any
     col: Any
-    merged: Any = None
+    memory: Any = None
 
 
 class Bounds(NamedTuple):
@@ -116,7 +117,8 @@ class HopperConfig(NamedTuple):
     is less than 64, so that consumers need a table of where each key of a tile is. UNIFORM: how producers walk
     lists, see hopper/walks.py. STAGES: of the rings of keys and values; Q_STAGES: of queries. TOGETHER: heads whose
     work items come in turn, see ``place_of``. IN_TURN: consumers issue products in turn, see ``take_turn``.
-    SLACK: powers of two by which scores may exceed the running max, see ``larger``.
+    SLACK: powers of two by which scores may exceed the running max, see ``larger``. AS_FREE: programs take work items
+    as they come free, see ``next_work``.
     """
 
     KIND: int
@@ -144,6 +146,7 @@ class HopperConfig(NamedTuple):
     TOGETHER: int
     IN_TURN: bool
     SLACK: int
+    AS_FREE: bool
 
 
 # Made in kernels

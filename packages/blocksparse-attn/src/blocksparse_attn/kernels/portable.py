@@ -283,7 +283,7 @@ def attend_packed(
         o_n = tl.arange(0, config.BLOCK_N)
         column = from_column
         if PIECES > 1:
-            p_rows = lists.merged + pid.to(tl.int64) * 2 * width
+            p_rows = lists.memory + pid.to(tl.int64) * 2 * width
             count = merged(p_rows, p_rows + width, p_lists, from_entry, to_entry, from_column, to_column) * PER_BLOCK
             for i in tl.range(0, (count + PIECES - 1) // PIECES, num_stages=config.STAGES):
                 i_piece = i * PIECES + o_n // config.PIECE

@@ -78,6 +78,19 @@ def place_of(work, slots, num_splits, config: gl.constexpr):
 
 
 @gluon.jit
+def next_work(lists, work, turn, config: gl.constexpr):
+    """The work item after ``work``, a program's number ``turn`` - 1."""
+    if config.AS_FREE:
+        # Where rows that follow one another list different blocks, items of a fixed order add up to 1.27 of an even
+        # share. Results do not depend on which program takes an item.
+        after = gl.num_programs(0) + gl.atomic_add(lists.memory, 1, sem="relaxed")
+    else:
+        # Snake order: every second turn goes backwards, so that no program has the longer rows each time.
+        after = turn * 2 * gl.num_programs(0) - 1 - work
+    return after
+
+
+@gluon.jit
 def load_queries(d_q, q, i_q, i_b, i_h, row, config: gl.constexpr):
     """Issue the TMA loads of a work item's queries. Rows of other sequences, or none, are never stored."""
     CONSUMERS: gl.constexpr = config.BLOCK_M // ROWS
@@ -171,9 +184,8 @@ def schedule(d_q, channels, batch, layout, slots, num_splits, left, config: gl.c
                 walk, entries = walk_of(p_list, o_entry, o_end, start, context, length, left, config)
                 i = walk_item(channels.walked, walk, entries, i, config)
             n += 1
-        # Snake order: every second turn goes backwards, so that no program has the longer rows each time.
         turn += 1
-        work = turn * 2 * gl.num_programs(0) - 1 - work
+        work = next_work(layout.lists, work, turn, config)
     mbarrier.wait(queue.empty.index(n % QUEUE), (n // QUEUE & 1) ^ 1)
     put(queue.items, n % QUEUE * ITEM_SIZE + VALID, 0, 1)
     tl.debug_barrier()

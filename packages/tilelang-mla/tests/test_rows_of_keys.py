@@ -71,7 +71,7 @@ def test_functions_of_keys_as_rows_attend_to_both_formats_as_float64_does(of_cas
         assert float(of_lse) < (1e-2 if "by 8 bits" in name else 1e-3 if "cancel" in name else 1e-5), name
 
 
-def test_rows_are_loaded_and_stored_at_their_addresses_and_what_has_8_bits_is_widened(tmp_path) -> None:
+def test_loaders_by_rows_and_stores_of_tiles_put_each_element_at_its_address_and_widen_8_bits(tmp_path) -> None:
     """Keys that are none are zeros; NaN stays. What one program sends to the other is what that one counts. Of a tile
     only rows that are there are stored."""
     said = said_by("rows", tmp_path)

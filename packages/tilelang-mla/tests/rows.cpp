@@ -72,15 +72,12 @@ static uint32_t scaled(uint32_t halves, float scale) {
 struct uint2 {
   uint32_t x, y;
 };
+static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 namespace mla::tiles {
 template <bool BF16> static uint32_t pack(float x, float y) {
   return mla::rows::both(BF16 ? to_bfloat16(x) : to_half(x), BF16 ? to_bfloat16(y) : to_half(y));
 }
 static uint32_t given_by(uint32_t x, int apart) { return exchanged(x, own % 32 ^ apart); }
-static void store(uint16_t *to, uint2 x, uint2 y, bool there) {
-  uint32_t all[4] = {x.x, x.y, y.x, y.y};
-  if (there) memcpy(to, all, 16);
-}
 }  // namespace mla::tiles
 
 #include "../prefill/stores.cuh"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from kernel_reference import cascade
 from kernel_reference.attention import attention
 from kernel_reference.paging import gather, paged_cache
+from kernel_reference.testing import gluon
 from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried, guarded, movable, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from kernel_reference.testing.plain import Wanted, assert_rounded, moved, plain_rows
@@ -34,6 +36,19 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SAMPLE = 12
 # Of fewer rows of heads, or lse, plain PyTorch's largest error is luck.
 _FEW_NUMBERS = 64
+
+
+@pytest.fixture(scope="module")
+def hopper() -> SimpleNamespace:
+    """The kernels for sm_90, and those launched beside them, over the simulator's language."""
+    own = (f"hopper.{name}" for name in (
+        "config", "joined", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels",
+        "epilogue", "values", "consumers", "merging", "kernel",
+    ))  # fmt: skip
+    names = ("softmax", "schedule", "batch", "costs", "balance", "merge", "widen", "join", *own)
+    kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))
+    beside = {"merge_pieces": kernels[-2].merge_pieces, "widen": kernels[6].widen, "join": kernels[7].join}
+    return SimpleNamespace(**{**vars(kernels[-1]), **beside})
 
 
 def quantised(values: Tensor, dtype: torch.dtype) -> Tensor:

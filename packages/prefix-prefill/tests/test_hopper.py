@@ -32,17 +32,6 @@ LONG = [(460, 40)]
 FEW = [(30, 2), (0, 1), (70, 1)]
 
 
-@pytest.fixture(scope="module")
-def hopper() -> SimpleNamespace:
-    own = (f"hopper.{name}" for name in (
-        "config", "joined", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels",
-        "epilogue", "values", "consumers", "merging", "kernel",
-    ))  # fmt: skip
-    names = ("softmax", "schedule", "batch", "costs", "balance", "merge", "widen", *own)
-    kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))
-    return SimpleNamespace(**{**vars(kernels[-1]), "merge_pieces": kernels[-2].merge_pieces, "widen": kernels[6].widen})
-
-
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: SimpleNamespace, device: torch.device) -> None:
     """The launch of the kernel for sm_90, without a GPU."""

@@ -28,17 +28,6 @@ H100 = DeviceLimits(132, 232448, hopper=True)
 Cuts = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
-@pytest.fixture(scope="module")
-def hopper() -> SimpleNamespace:
-    own = (f"hopper.{name}" for name in (
-        "config", "joined", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels",
-        "epilogue", "values", "consumers", "merging", "kernel",
-    ))  # fmt: skip
-    names = ("softmax", "schedule", "batch", "costs", "balance", "merge", "join", *own)
-    kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))
-    return SimpleNamespace(**{**vars(kernels[-1]), "merge_pieces": kernels[-2].merge_pieces, "join": kernels[6].join})
-
-
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: SimpleNamespace, device: torch.device) -> None:
     """The launches without a GPU."""

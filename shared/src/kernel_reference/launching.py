@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 
 from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, signature_of
+from kernel_reference.cache_keys import settle_keys
 from kernel_reference.grouping import checked
 from kernel_reference.starting import Starter, ensure_context
 from kernel_reference.tensor_maps import TmaBox as TmaBox
@@ -91,7 +92,7 @@ class Launch:
 
     def compile(self, *tensors: Tensor | None) -> None:
         """Have Triton compile it for tensors like these, and start nothing."""
-        _await_triton()
+        _prepare_triton(self.kernel)
         self.kernel.warmup(*self._bound(tensors), grid=self.grid, **self.options)
 
     def is_compiled(self, *tensors: Tensor | None) -> bool:
@@ -159,7 +160,7 @@ class Launch:
 
     def _bind(self, tensors: tuple[Tensor | None, ...], aligned: bool) -> None:
         """Triton's own way, which compiles what is not compiled."""
-        _await_triton()
+        _prepare_triton(self.kernel)
         compiled = self.kernel[self.grid](*self._bound(tensors), **self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
@@ -210,9 +211,10 @@ class _Kept:
         self.signature = None
 
 
-def _await_triton() -> None:
+def _prepare_triton(kernel: Any) -> None:
     for thread in begin_triton():
         thread.join()
+    settle_keys(kernel)
 
 
 def _are_narrow(numbers: tuple[int, ...]) -> bool:

@@ -43,7 +43,7 @@ def hopper() -> SimpleNamespace:
     """The kernels for sm_90, and those launched beside them, over the simulator's language."""
     own = (f"hopper.{name}" for name in (
         "config", "joined", "items", "drafts", "memory", "softmax", "capped", "gather", "producers", "rows", "levels",
-        "epilogue", "values", "consumers", "merging", "kernel",
+        "epilogue", "values", "rescaling", "consumers", "merging", "kernel",
     ))  # fmt: skip
     names = ("softmax", "schedule", "batch", "costs", "balance", "merge", "widen", "join", *own)
     kernels = gluon.shadow(*(f"prefix_prefill.kernels.{name}" for name in names))

@@ -233,6 +233,22 @@ def test_capped_scores_at_the_limits_of_each_series_weigh_as_by_the_cap_itself(t
         torch.testing.assert_close(out, outs[0], rtol=0.01, atol=0)
 
 
+def test_a_max_is_followed_wherever_scores_outgrow_it(tensors, kernels) -> None:
+    """Of large heads within a factor of 256 it need not be. Of each head scores grow from tile to tile by as much."""
+    batch = tensors.batch([(460, 40)], heads=(4, 1), head_dim=256, softmax_scale=1 / 256, cached=True)
+    batch.q.copy_(torch.tensor([0.25, 1.0, 8.0, -8.0])[:, None].expand_as(batch.q))
+    tiles = torch.tensor([0.0, 4.0, 8.0, 12.0, 4.0, 20.0, 22.0, 21.0], dtype=batch.keys.dtype)
+    grown = tiles.repeat_interleave(64)[:500, None, None]
+    batch.keys.copy_(grown.expand_as(batch.keys))
+    position = torch.arange(500)
+    pages = batch.block_table[0, position // batch.page].long()
+    batch.k_cache[pages, position % batch.page] = batch.keys.to(batch.k_cache.dtype)
+    batch.forget_inputs()
+    for splits in (1, 3):
+        kernels.prefill(batch, plan(128, 64, splits))
+        batch.check()
+
+
 def test_tree_drafts_are_masked_in_every_tile_that_holds_new_tokens(tensors, kernels) -> None:
     for causal in (True, False):
         # Bits of tokens before a token and after it.

@@ -453,11 +453,38 @@ def test_heads_of_64_decode_in_three_stages_on_sm_90() -> None:
         assert plan_prefill(replace(small, **other), H200).num_stages != 3
 
 
+def test_short_prompts_of_large_heads_have_the_kernel_that_decodes_if_each_program_has_one_tile() -> None:
+    rows = {"tokens": 256, "sequences": 1, "longest": 256, "capacity": 2048, "new_kv": False}
+    large = problem_of(replace(LLAMA_8B, head_dim=192), **rows)
+    decoding = replace(large, tokens=1, max_seqlen_q=1)
+    assert plan_prefill(large, H200) == replace(plan_prefill(decoding, H200), num_splits=0)
+    assert plan_prefill(large, H200).block_m == 64
+    others = ({"capacity": 2064}, {"tokens": 272, "max_seqlen_q": 272}, {"new_kv": True}, {"softcap": 30.0},
+              {"left": 511}, {"joined": 1}, {"head_dim": 128, "head_dim_v": 128})  # fmt: skip
+    for other in others:
+        assert plan_prefill(replace(large, **other), H200).block_m == 128
+
+
+def test_capped_tiles_of_64_that_are_about_one_for_each_of_two_programs_an_sm_stay_whole() -> None:
+    """33 tokens of 8 query heads are 264 rows, of tiles of 128 384."""
+    model = replace(LLAMA_8B, num_heads_q=64, head_dim=96)
+    rows = {"tokens": 33 * 8, "sequences": 8, "longest": 33, "capacity": 2**17, "softcap": 50.0, "new_kv": False}
+    capped = replace(problem_of(model, **rows), left=4095)
+    decoding = replace(capped, tokens=8, max_seqlen_q=1)
+    assert plan_prefill(capped, H200) == replace(plan_prefill(decoding, H200), num_splits=1)
+    assert plan_prefill(replace(capped, left=-1), H200).block_m == 128
+    for sequences, block_m, splits in ((4, 64, 0), (5, 128, 0), (6, 64, 1), (9, 128, 0), (16, 128, 0)):
+        plan = plan_prefill(replace(capped, tokens=33 * sequences, sequences=sequences), H200)
+        assert (plan.block_m, plan.num_splits) == (block_m, splits)
+
+
 def test_warps_choose_a_series_of_capped_scores_where_two_programs_share_an_sm_and_it_was_timed() -> None:
     short = replace(PROMPT, left=127, softcap=50.0, new_kv=False)
     for size, capping in ((64, 4), (72, 3), (80, 3), (96, 4), (128, 3), (192, 3), (256, 4)):
         plan = plan_prefill(replace(short, head_dim=size, head_dim_v=size), H200)
         assert (plan.per_core, plan.capping) == (2, capping)
+    large = plan_prefill(replace(short, left=4095, head_dim=192, head_dim_v=192), H200)
+    assert (large.per_core, large.capping) == (1, 4)
     small = replace(short, head_dim=64, head_dim_v=64)
     for other in ({"softcap": 0.0}, {"new_kv": True}, {"page_size": 1}, {"head_dim_v": 96}, {"draft": True}):
         assert plan_prefill(replace(small, **other), H200).capping == 3
@@ -488,7 +515,7 @@ def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
         problem = problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False)
         bounded = replace(problem, max_seqlen_k=keys)
         assert plan_prefill(bounded, H200).num_splits == pieces
-        assert kind_of_batch(bounded, H200) == (True, True, pieces, False)
+        assert kind_of_batch(bounded, H200) == (True, False, True, pieces, False)
     assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
     assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
 

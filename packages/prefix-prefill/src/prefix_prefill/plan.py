@@ -30,11 +30,15 @@ from prefix_prefill.two_programs import (
     LOADING_LARGE,
     SHORT_WINDOW,
     fits_twice,
+    has_short_tiles_of_64,
     has_short_window,
+    has_whole_tiles_by_two,
     is_capped_by_two,
     is_capped_by_warps,
+    is_capped_by_warps_of_one,
     is_plain,
     keys_of_two,
+    rows_of_a_sequence,
 )
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
@@ -204,22 +208,20 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     return replace(plan, num_splits=num_splits or splits)
 
 
-def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, int, bool]:
+def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, bool, int, bool]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
     It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
     """
     pieces = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
-    return _has_few_rows(problem), has_few_tiles(problem, limits.cores), pieces, is_worth_widening(problem)
-
-
-def _rows_of_a_sequence(problem: Problem) -> int:
-    return max(1, min(problem.max_seqlen_q, problem.tokens)) * problem.group
+    of_64 = has_whole_tiles_by_two(problem, limits.cores) or has_short_tiles_of_64(problem, limits.cores)
+    few = _has_few_rows(problem), of_64, has_few_tiles(problem, limits.cores)
+    return *few, pieces, is_worth_widening(problem)
 
 
 def _has_few_rows(problem: Problem) -> bool:
     """Whether no sequence has more rows than one consumer takes; packed, than the portable kernel's least tile."""
-    return _rows_of_a_sequence(problem) <= (16 if is_packed(problem) else 64)
+    return rows_of_a_sequence(problem) <= (16 if is_packed(problem) else 64)
 
 
 def _rows_of_a_tile(problem: Problem) -> int:
@@ -264,6 +266,8 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     # With the portable one that decodes, packed keys have four kernels without that of whole tiles.
     if is_packed(problem):
         return False
+    if has_whole_tiles_by_two(problem, programs):
+        return True
     if keys <= _FEW_KEYS:
         few = _most_keys(problem)
         return not _has_few_rows(problem) or few - few // _short_pieces(problem, programs) < _WORTH_A_MERGE
@@ -294,6 +298,8 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
 def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     block_m = _rows_of_a_tile(problem)
     few_tiles = has_few_tiles(problem, programs)
+    if has_short_tiles_of_64(problem, programs):
+        block_m = 64
     if few_tiles and problem.largest_head > 128 and is_gathered(problem):
         # 4 x 33 behind 16384, heads of 192, window 4096: 26.2 us on an H200, by 128 rows 31.2.
         block_m = 64
@@ -305,12 +311,12 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     if block_m == 64 and 128 < problem.head_dim_v <= 256:
         # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
-    if has_short_window(problem) or (is_capped_by_two(problem) and (block_m == 64 or few_tiles)):
+    if has_short_window(problem) or is_capped_by_two(problem, block_m == 64 or few_tiles, programs):
         # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
         # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7; 64 and one that
         # decode behind 8000 28.0 and 9.5, by one 33.4 and 9.3.
-        stages = 4 if problem.largest_head <= 64 else 2
         loading = LOADING_LARGE if problem.head_dim_v > 192 else 56
+        stages = 4 if problem.largest_head <= 64 else 2
         two = PrefillPlan(64, keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2, loading=loading)
         return replace(two, capping=4) if is_capped_by_warps(problem) else two
     narrow = 0 <= problem.left < SHORT_WINDOW or problem.softcap or is_gathered(problem)
@@ -334,7 +340,8 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     if block_m == 128 and problem.head_dim == problem.head_dim_v in (192, 256) and not is_gathered(problem):
         # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610; of heads of 256 1699, 1797.
         loading = 24
-    return PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
+    plan = PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
+    return replace(plan, capping=4) if block_m == 128 and is_capped_by_warps_of_one(problem) else plan
 
 
 def _holds_queries(problem: Problem) -> bool:
@@ -385,7 +392,7 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
             # 64 rows of heads of 256 would take 80 KB, of 64.
             most_m = 16 if block_d > 256 else 32
     # One of three, whatever batches come: for decoding, drafts and prompts. With the merge kernel a layer needs four.
-    block_m = next(size for size in (16, most_m // 2, most_m) if size >= min(most_m, _rows_of_a_sequence(problem)))
+    block_m = next(size for size in (16, most_m // 2, most_m) if size >= min(most_m, rows_of_a_sequence(problem)))
     light = (in_whole_loads or block_m == 16) and problem.cache_bits == problem.bits
     warps = 4 if block_m < most_m and block_d <= 128 and light else warps
     if limits.hopper and _has_whole_rows(problem):

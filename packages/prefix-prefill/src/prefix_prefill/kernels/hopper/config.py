@@ -108,6 +108,19 @@ def asks_first(C):
 
 
 @gluon.constexpr_function
+def follows_seldom(C):
+    """Whether a row's max follows its scores only once it is past by ``SLACK``: accumulators are seldom rescaled then,
+    which takes large heads as long as half of a tile's softmax. New keys, pages of 1 and cascades were not timed; what
+    decodes gains nothing.
+
+    4 x 512 behind 16384 on an H200: heads of 256 1630 us, so 1736, of 192 1364, so 1400, over pages of 64 1305, so
+    1367; but of 128 945, so 935, and of 96 920, so 882.
+    """
+    other = C.IS_FP8 or C.SOFTCAP or C.ALIBI or C.DRAFT or C.SHARED or C.CARRIED or C.JOINED or C.NEW_KV
+    return 128 < C.DV <= 256 and C.D == C.DV and C.CONSUMERS > 1 and not (other or is_gathered(C))
+
+
+@gluon.constexpr_function
 def units_in(C):
     """Units of 64 columns, each in a stage of its own, that a tile's keys come in."""
     return C.D // 64 if C.K_UNITS else 1

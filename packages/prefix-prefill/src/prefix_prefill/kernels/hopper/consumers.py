@@ -22,12 +22,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from prefix_prefill.kernels.hopper.capped import reference_of, update_by_constant
-from prefix_prefill.kernels.hopper.config import ROWS, Bounds, asks_first, begin_of, own_tiles, units_in
+from prefix_prefill.kernels.hopper.config import (
+    ROWS,
+    Bounds,
+    asks_first,
+    begin_of,
+    follows_seldom,
+    own_tiles,
+    units_in,
+)
 from prefix_prefill.kernels.hopper.drafts import store_masks
 from prefix_prefill.kernels.hopper.epilogue import finish
 from prefix_prefill.kernels.hopper.items import done, has_item, inside_of, is_inside, loop_of, tile_of
 from prefix_prefill.kernels.hopper.memory import release, step_of_packed_keys, wait_full
 from prefix_prefill.kernels.hopper.producers import cached_tiles, end_of_tile, key_of_tile
+from prefix_prefill.kernels.hopper.rescaling import rescale_grown
 from prefix_prefill.kernels.hopper.rows import (
     afresh,
     own_columns,
@@ -410,7 +419,9 @@ def attend_keys(run, span, at, q, k, v, memory, scored, PACKED: gl.constexpr, V,
                 rescale = rescale * ratio
             accs = wait_for_pv(pv, V)
             release_values(v, before + i - 1, C)
-            if not C.CAPPING:
+            if follows_seldom(C):
+                accs = rescale_grown(accs, rescale, V)
+            elif not C.CAPPING:
                 accs = scale_rows(accs, rescale, V, C)
         pv, meetings = issue_pv(
             weights, accs, v, memory, v_scale, end - 1, (before, meetings), i_group, seen, PACKED, V, C

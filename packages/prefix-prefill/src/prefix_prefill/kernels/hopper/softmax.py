@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_prefill.kernels.hopper.config import ROWS
+from prefix_prefill.kernels.hopper.config import ROWS, follows_seldom
 from prefix_prefill.kernels.hopper.drafts import only_drafted
 from prefix_prefill.kernels.hopper.items import context_of
 from prefix_prefill.kernels.softmax import LOG2_E, finite
@@ -17,6 +17,9 @@ HEADROOM_INVERSE: gl.constexpr = gl.constexpr(2.0**-14)
 # Up to here the series of a capped score serves: 2 is a score of log(2) times the cap. And its first three terms.
 SMALL: gl.constexpr = gl.constexpr(2.0)
 SMALLER: gl.constexpr = gl.constexpr(0.5)
+# By how much, in base 2, scores may be past a max that follows them seldom: weights are 256 at most, which float16
+# holds, and sums of 2^32 of them float32.
+SLACK: gl.constexpr = gl.constexpr(8.0)
 # The least normal number of float32, or a little more.
 TINY: gl.constexpr = gl.constexpr(1.2e-38)
 
@@ -264,7 +267,10 @@ def weighed(scores, running_max, row_sum, scale, scales, V, C):
         if V.RESCALED:
             b_scale = scale[:, None]
         # A scale of 0 or more keeps the order; multiplied here, it costs no instruction.
-        new_max = gl.maximum(running_max, most * scale)
+        if follows_seldom(C):
+            new_max = gl.where(most * scale > running_max + SLACK, most * scale, running_max)
+        else:
+            new_max = gl.maximum(running_max, most * scale)
         weights = gl.exp2(scores * b_scale - (finite(new_max) - shift)[:, None])
     return summed(weights, running_max, new_max, row_sum, scales, V, C)
 

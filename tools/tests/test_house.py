@@ -55,6 +55,20 @@ def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
 
 
 @each_package
+def test_a_constant_of_device_code_has_one_value_under_its_name(package: Path) -> None:
+    """Triton's key of a kernel orders constants of one name by where their modules lie in memory."""
+    values: dict[str, set[str]] = {}
+    for file in package.glob("src/*/**/*.py"):
+        for node in ast.parse(file.read_text()).body:
+            match node:
+                case ast.AnnAssign(
+                    target=ast.Name(id=name), value=ast.Call(func=ast.Attribute(attr="constexpr")) as value
+                ):
+                    values.setdefault(name, set()).add(ast.unparse(value.args[0]))
+    assert {name: found for name, found in values.items() if len(found) > 1} == {}
+
+
+@each_package
 def test_a_users_code_that_mypy_checks_names_all_that_is_public(package: Path) -> None:
     """`nox -s types` compiles tests/typing in strict mode."""
     source = package / "src" / package.name.replace("-", "_")

@@ -17,7 +17,7 @@ from blocksparse_attn.kernels.softmax import LN_2, LOG2_E, finite
 from blocksparse_attn.kernels.tiles import PAGED, load_tile, sequence_of, slot_of
 
 # Instead of a scale of 0, by which -inf would be NaN.
-TINY: tl.constexpr = tl.constexpr(1e-30)
+LEAST_SCALE: tl.constexpr = tl.constexpr(1e-30)
 # Counts that a program sets to 0 at a time.
 ZEROS: tl.constexpr = tl.constexpr(32)
 
@@ -247,7 +247,7 @@ def attend_blocks(
         scale = scaled(inputs.k_scale, i_kv, factors.softmax * factors.k, config.K_SCALES) * LOG2_E
         # Above 0 the largest product is that of the largest score, and one FMA scales and subtracts.
         b_k = tl.where(scale < 0, -b_k, b_k)
-        scale = tl.maximum(tl.abs(scale), TINY)
+        scale = tl.maximum(tl.abs(scale), LEAST_SCALE)
         factor = scaled(inputs.v_scale, i_kv, factors.v, config.V_SCALES)
         p_order = listed.order + base + done
         next_order = tl.load(p_order + o_first, mask=o_first < count, other=0).to(tl.int64)

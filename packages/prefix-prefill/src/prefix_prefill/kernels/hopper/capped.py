@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from prefix_prefill.kernels.hopper.softmax import masked, sum_of_lanes
 from prefix_prefill.kernels.softmax import LOG2_E
 
-# No weight is less than 2^-LEAST, so that values times weights are seldom too small a number.
-LEAST: gl.constexpr = gl.constexpr(102.0)
+# No weight is less than 2^-LEAST_POWER, so that values times weights are seldom too small a number.
+LEAST_POWER: gl.constexpr = gl.constexpr(102.0)
 # Up to here, 0.2 times twice log2(e), which is a score of 0.2 times the cap, two terms serve.
 NEAR: gl.constexpr = gl.constexpr(0.577)
 # And up to here, 0.8 times that, four.
@@ -55,7 +55,7 @@ _BY_WARPS = [
     ),
     "DONE:",
 ]
-TOGETHER: gl.constexpr = gl.constexpr(_COUNT)
+ELEMENTS: gl.constexpr = gl.constexpr(_COUNT)
 BY_WARPS: gl.constexpr = gl.constexpr("{ " + " ".join(_BY_WARPS) + " }")
 OPERANDS: gl.constexpr = gl.constexpr(",".join(["=f"] * _COUNT + ["f"] * (8 * _COUNT)))
 
@@ -63,7 +63,7 @@ OPERANDS: gl.constexpr = gl.constexpr(",".join(["=f"] * _COUNT + ["f"] * (8 * _C
 @gluon.jit
 def reference_of(cap):
     """What weights are relative to, in base 2: the cap, or less where weights of twice that would be too small."""
-    return gl.minimum(cap * LOG2_E, LEAST - cap * LOG2_E)
+    return gl.minimum(cap * LOG2_E, LEAST_POWER - cap * LOG2_E)
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def exponents_by_warps(scores, scale, cap):
     middle = gl.where((scale > 1e-4) & (scale < 1e4), MIDDLE / scale, -1.0)
     cubed = -0.01970316 * unit * scale * scale
     given = [scores, 0.4999869 * unit, cubed, -reference_of(cap), scale, cap, nearest, middle]
-    return gl.inline_asm_elementwise(BY_WARPS, OPERANDS, given, dtype=gl.float32, is_pure=True, pack=TOGETHER)
+    return gl.inline_asm_elementwise(BY_WARPS, OPERANDS, given, dtype=gl.float32, is_pure=True, pack=ELEMENTS)
 
 
 @gluon.jit

@@ -117,7 +117,7 @@ def follows_seldom(C):
     1367; but of 128 945, so 935, and of 96 920, so 882.
     """
     other = C.IS_FP8 or C.SOFTCAP or C.ALIBI or C.DRAFT or C.SHARED or C.CARRIED or C.JOINED or C.NEW_KV
-    return 128 < C.DV <= 256 and C.D == C.DV and C.CONSUMERS > 1 and not (other or is_gathered(C))
+    return 128 < C.DV <= 256 and C.D == C.DV and C.CONSUMERS > 1 and not (other or C.PAGE % 8)
 
 
 @gluon.constexpr_function

@@ -44,7 +44,7 @@ def behind_tokens(
 
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
     # One kernel whatever segments and stages the prefill has.
-    sizes = sizes._replace(SEGMENT=0, STAGES=1, DEPENDENT_LAUNCH=False, APART=False)
+    sizes = sizes._replace(SEGMENT=0, STAGES=1, DEPENDENT_LAUNCH=False, SHARED=False, APART=False)
     rest = (problem.rows, problem.sequences, problem.num_slots, problem.scale, strides._replace(carried=None), sizes)
     tokens = Launch(hopper_apart.tokens, grid, rest, device, num_warps=sizes.WARPS, dependent_launch=True)
 

@@ -175,6 +175,8 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
     if plan.hopper and plan.bf16x6:
         from lightning_attn.kernels import hopper_float32
 
+        # A ragged batch's kernel is one for all, whether this one's segments are shared or not.
+        sizes = sizes._replace(SHARED=plan.segment > 0 and (problem.ragged or plan.shares > 1))
         if is_beside:
             main = beside(problem, hopper_float32.prefill, grid, (*rest, strides), sizes, device)
         else:
@@ -263,7 +265,7 @@ def _with_segments(
 ) -> Callable[..., None]:  # fmt: skip
     """Segments in parallel, after the one or two launches that make the states between them."""
     strides, segment, most_summed = _strides(problem), plan.segment, sizes.SUMMED
-    sizes = sizes._replace(SUMMED=0, APART=False, IN_TURN=0)
+    sizes = sizes._replace(SUMMED=0, SHARED=False, APART=False, IN_TURN=0)
     counts = (problem.rows, problem.sequences, problem.num_slots)
     # A sequence has states to carry if it is longer than a segment: see schedule.carried_slot.
     chains = _chains(problem, segment)

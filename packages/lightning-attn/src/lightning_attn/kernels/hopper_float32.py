@@ -118,7 +118,7 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
     i_h = i_h.to(gl.int64)
     # Not backwards, nor what dq is made of, which leaves no state.
     PLAIN: gl.constexpr = snapshots.p_positions is None and final.p is not None and not REVERSED
-    SHARED: gl.constexpr = SEGMENT > 0 and PLAIN and not (sizes.APART or sizes.IN_TURN)
+    SHARED: gl.constexpr = sizes.SHARED and PLAIN and not (sizes.APART or sizes.IN_TURN)
     i_share = 0
     shares = 1
     if SHARED:

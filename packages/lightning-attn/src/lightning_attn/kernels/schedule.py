@@ -50,6 +50,8 @@ class Sizes(NamedTuple):
     # other, of which the second adds its outputs to the first one's, or beside each other, which add theirs to zeros.
     IN_TURN: int = 0
     BESIDE: int = 0
+    # Of that of float32: several programs may share a segment.
+    SHARED: bool = False
     # Of those for sm_90: if every sequence has one token, another launch has them all; else programs go round the work.
     APART: bool = False
 

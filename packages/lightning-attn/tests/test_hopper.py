@@ -128,18 +128,22 @@ def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, si
     batch.check()
 
 
-@pytest.mark.parametrize("lengths", [[1] * 6, [2, 1, 0, 1, 1, 1], [1, 70, 1, 0, 1]], ids=str)
-@pytest.mark.parametrize(("dtype", "size", "segment"), [
-    (torch.bfloat16, 64, 64), (torch.float16, 72, 0), (torch.float32, 40, 64),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "size", "segment", "lengths"), [
+    (torch.bfloat16, 64, 64, [1] * 6), (torch.bfloat16, 64, 64, [1, 70, 1, 0, 1]),
+    (torch.bfloat16, 64, 64, [1, 0, 1, 70, 0, 4, *[0] * 70]), (torch.float16, 72, 0, [1] * 6),
+    (torch.float16, 72, 0, [2, 1, 0, 1, 1, 1]), (torch.float32, 40, 64, [2, 1, 0, 1, 1, 1]),
+    (torch.float32, 40, 64, [1, 70, 1, 0, 1]),
+])  # fmt: skip
 def test_tokens_that_are_taken_apart_have_the_same_bits(
-    tensors, kernels, monkeypatch, dtype, size, segment, lengths
+    tensors, kernels, monkeypatch, shadows, dtype, size, segment, lengths
 ) -> None:
-    """All of them, none of as many rows, and of a batch that holds a prompt; padding among them."""
+    """All, some of as many rows, and none of a batch that has more; padding among them."""
     monkeypatch.setattr(apart, "MOST_ROUND", 6 if dtype == torch.float32 else 3)
-    slots, initial = [3, 7, 1, -1, 0, 2], [True, False, True, True, True, True]
+    hopper_apart = shadows[-4]
+    monkeypatch.setattr(hopper_apart, "TOGETHER", hopper_apart.gl.constexpr(4))
+    slots, initial = [3, 7, 1, -1, 0, 2, *range(10, 80)], [True, False, True, True, True, True, *[True] * 70]
     batch = tensors.ragged(
-        lengths, heads=(1, 2), sizes=(size, 72), dtype=dtype, slots=slots[: len(lengths)], num_slots=8,
+        lengths, heads=(1, 2), sizes=(size, 72), dtype=dtype, slots=slots[: len(lengths)], num_slots=80,
         initial=initial[: len(lengths)],
     )  # fmt: skip
     before = batch.pool.tensor.clone()

@@ -906,7 +906,9 @@ def test_states_of_more_than_128_rows_on_hopper_are_the_recurrence_with_the_same
 
 @marked(*on_hopper)
 @pytest.mark.parametrize("pool", ["packed", "transposed"])
-@pytest.mark.parametrize("lengths", [[1] * 300, [2, 0] + [1] * 200, [1] * 80 + [700]], ids=["tokens", "none", "mixed"])
+@pytest.mark.parametrize("lengths", [
+    [1] * 300, [2, 0] + [1] * 200, [1] * 80 + [700], [1] * 140 + [150, 2, 0] + [0] * 149,
+], ids=["tokens", "some", "mixed", "segments"])  # fmt: skip
 @pytest.mark.parametrize(("sizes", "segment", "dtype"), [
     ((128, 128), 2048, BF16), ((64, 96), 0, FP16), ((72, 72), 64, BF16), ((128, 64), 2048, FP32), ((40, 72), 0, FP32),
 ], ids=str)  # fmt: skip

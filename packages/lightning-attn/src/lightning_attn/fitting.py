@@ -46,7 +46,8 @@ def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int)
 def apart(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> PrefillPlan:
     """A plan of :func:`plan_prefill` for packed sequences that may have one token each, with the same bits.
 
-    In 16 bits not of few heads, for which it would be a layer's seventh kernel.
+    In 16 bits not of few heads, for which it would be a layer's seventh kernel. One kernel for all short batches would
+    be the sixth: on an H200, 16 heads of 128, 128 rows of one token 97 -> 73 us, but 64 sequences of 33 68 -> 75.
     """
     is_seventh = plan.segment > 0 and not plan.bf16x6
     if not plan.hopper or plan.roles or plan.chained or heads.head_qk > 128 or is_seventh:

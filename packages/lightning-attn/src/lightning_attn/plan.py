@@ -147,8 +147,8 @@ class PrefillPlan(Plan):
     124, and of 8 heads of 128, 32768 tokens, 152 and, of 2048, 162.
     ``roles``: by that for sm_90 whose warps load, make scores, or follow a state, the only one of more than 128 rows.
     ``shares``: so many programs by roles, or in float32 on sm_90, share each segment, with the same bits.
-    ``apart``: by the kernels for sm_90, a packed batch of as many rows as sequences has a launch ahead for sequences of
-    one token, if all are, with the same bits.
+    ``apart``: by the kernels for sm_90, a packed batch of as many rows as sequences has a launch ahead that takes the
+    sequences of one token, with the same bits.
     """
 
     chunk: int

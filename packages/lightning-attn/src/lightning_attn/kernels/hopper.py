@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lightning_attn.kernels.chunked import in_units
 from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate, unit_of
-from lightning_attn.kernels.hopper_apart import has_work, items_of
+from lightning_attn.kernels.hopper_apart import items_of, locate_item, wait_for_ahead
 from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
 from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
 from lightning_attn.kernels.hopper_ring import (
@@ -88,11 +88,14 @@ def prefill(
     decays = Decays(p_slopes, scale)
     programs = gl.num_programs(0)
     if sizes.APART:
-        if has_work(batch, sizes):
-            for i_item in range(gl.program_id(0), items_of(batch, sizes), programs):
-                items = items_of(batch, sizes)
-                prefill_item(i_item, items, tensors, pointers, batch, pools, p_turns, snapshots, decays, strides, sizes)
-                tl.debug_barrier()
+        if not sizes.DEPENDENT_LAUNCH:
+            wait_for_ahead(batch, sizes)
+        for i_item in range(gl.program_id(0), items_of(batch, sizes), programs):
+            items = items_of(batch, sizes)
+            prefill_item(i_item, items, tensors, pointers, batch, pools, p_turns, snapshots, decays, strides, sizes)
+            tl.debug_barrier()
+        # What is behind waits for this launch, and so for the tokens.
+        tl.extra.cuda.gdc_wait()
     else:
         prefill_item(
             gl.program_id(0), programs, tensors, pointers, batch, pools, p_turns, snapshots, decays, strides, sizes
@@ -118,7 +121,10 @@ def prefill_item(
     # A ragged batch's prompts come last, as engines have it: begun first, they run beside the rows of one token.
     LAST_FIRST: gl.constexpr = REVERSED if CHAINED else SEGMENT > 0 or batch.p_cu is not None
     i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, LAST_FIRST)
-    i_n, i_segment, first, last = locate(batch, i_w, SEGMENT, CHAINED)
+    if sizes.APART:
+        i_n, i_segment, first, last = locate_item(batch, i_w, sizes)
+    else:
+        i_n, i_segment, first, last = locate(batch, i_w, SEGMENT, CHAINED)
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)
     last = last.to(gl.int32)
@@ -130,7 +136,7 @@ def prefill_item(
     if sizes.DEPENDENT_LAUNCH:
         if batch.count.rows <= SEGMENT:
             # Nothing of this call is ahead, but a kernel that may have written q, k and v.
-            tl.extra.cuda.gdc_wait()
+            wait_for_ahead(batch, sizes)
     if pointers.q is not None:
         # Loaded with the bounds and the slot, not after them: for one token each wait for memory shows.
         has = has_initial(batch, i_n)
@@ -145,7 +151,7 @@ def prefill_item(
             end = begin
     if slot < 0:
         if sizes.DEPENDENT_LAUNCH:
-            tl.extra.cuda.gdc_wait()
+            wait_for_ahead(batch, sizes)
         store_zeros(o, begin, end, column, sizes)
         if batch.p_cu is not None:
             if (i_n == batch.count.sequences) & (i_segment == 0):
@@ -203,7 +209,7 @@ def prefill_item(
         S = zero_state(sizes)
         is_carried = False
         if sizes.DEPENDENT_LAUNCH:
-            tl.extra.cuda.gdc_wait()
+            wait_for_ahead(batch, sizes)
         if CHAINED:
             turn = (length + SEGMENT - 1) // SEGMENT - 1 - i_segment if REVERSED else i_segment
             is_carried = turn > 0

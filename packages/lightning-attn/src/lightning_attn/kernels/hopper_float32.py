@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate, rest_of_rate
-from lightning_attn.kernels.hopper_apart import has_work, items_of
+from lightning_attn.kernels.hopper_apart import items_of, locate_item, wait_for_ahead
 from lightning_attn.kernels.hopper_float32_step import (
     allocate_pieces,
     first_pieces,
@@ -91,11 +91,13 @@ def prefill(
         # All that this launch has waited for has ended.
         tl.extra.cuda.gdc_launch_dependents()
     if sizes.APART:
-        if has_work(batch, sizes):
-            for i_item in range(gl.program_id(0), items_of(batch, sizes), programs):
-                items = items_of(batch, sizes)
-                prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strides, sizes)
-                tl.debug_barrier()
+        wait_for_ahead(batch, sizes)
+        for i_item in range(gl.program_id(0), items_of(batch, sizes), programs):
+            items = items_of(batch, sizes)
+            prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strides, sizes)
+            tl.debug_barrier()
+        # What is behind waits for this launch, and so for the tokens.
+        tl.extra.cuda.gdc_wait()
     else:
         prefill_item(gl.program_id(0), programs, pointers, batch, pools, snapshots, decays, strides, sizes)
     if sizes.BESIDE == 2:
@@ -125,7 +127,10 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
         shares = shares_of(batch, sizes.H * TILES, SEGMENT)
         i_share = i_w % shares
         i_w = i_w // shares
-    i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
+    if sizes.APART:
+        i_n, i_segment, first, last = locate_item(batch, i_w, sizes)
+    else:
+        i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
     i_n = i_n.to(gl.int64)
     q = rows_of_head(pointers.q, strides.q, i_n, i_h, sizes.RATIO_QK)
     k = rows_of_head(pointers.k, strides.k, i_n, i_h, sizes.RATIO_QK)

@@ -30,7 +30,12 @@ def columns_of_token(sizes):
 
 @gluon.constexpr_function
 def decoding_layout(COLUMNS, WARPS):
-    """A state's tile [columns, rows], 16 bytes of a packed pool a thread."""
+    """A state's tile [columns, rows], 16 bytes of a packed pool a thread.
+
+    Of eight warps four have the rows, as where there are four, so that sums over rows have the same bits.
+    """
+    if WARPS == 8:
+        return gl.BlockedLayout([2, 1], [16, 2], [2, 4], [0, 1])
     along = min(16, COLUMNS // 4)
     return gl.BlockedLayout([4, 1], [along, 32 // along], [1, WARPS], [0, 1])
 

@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     BESIDE: int = 0
     # Of that of float32: several programs may share a segment.
     SHARED: bool = False
-    # Of those for sm_90: if every sequence has one token, another launch has them all; else programs go round the work.
+    # Of those for sm_90: sequences of one token are another launch's, and programs go round the segments of the others.
     APART: bool = False
 
 

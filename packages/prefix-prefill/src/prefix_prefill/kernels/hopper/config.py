@@ -121,6 +121,19 @@ def follows_seldom(C):
 
 
 @gluon.constexpr_function
+def masks_by_side(C):
+    """Whether a masked tile looks at one end of its rows' windows where all rows see beyond the other: by two programs
+    an SM, whose windows are short, so that two tiles of three are masked.
+
+    On an H200, windows of 128: 4 x 512 behind 16384, 64 / 8 heads of 64 43.9 us, so 46.6, 4 x 2048 of 80 208.6, so
+    216.1, 16 x 2048 of 192 144.7, so 146.9; but capped ones of 64 90.2, so 89.6, and of 256 178.7, so 177.2.
+    """
+    other = C.SOFTCAP or C.IS_FP8 or C.ALIBI or C.DRAFT or C.NEW_KV or C.JOINED
+    by_two = C.CONSUMERS == 1 and C.BLOCK_N == (64 if max(C.D, C.DV) <= 128 else 32) and max(C.D, C.DV) <= 192
+    return C.HAS_LEFT and by_two and not (other or C.PAGE % 8)
+
+
+@gluon.constexpr_function
 def units_in(C):
     """Units of 64 columns, each in a stage of its own, that a tile's keys come in."""
     return C.D // 64 if C.K_UNITS else 1
@@ -247,13 +260,15 @@ class Inside(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Of a tile of keys and a source, cached or new: the first key and the end of those that any row sees, and whether
-    all rows see the whole tile.
+    """Of a tile of keys and a source, cached or new: the first key and the end of those that any row sees, whether all
+    rows see the whole tile, and whether its first keys, and its last ones.
     """
 
     low: object
     high: object
     whole: object
+    from_first: object
+    to_last: object
 
 
 class Tokens(NamedTuple):

@@ -181,7 +181,8 @@ def issue_qk(q, k, i, b_zero, PACKED: gl.constexpr, C):
 def softmax_of(b_s, running_max, row_sum, i, loop, inside, scoring, scales, FIRST: gl.constexpr, V, C):
     """The online softmax of tile i: weights, running max, row sum, and what the accumulator is rescaled by."""
     key = key_of_tile(i, loop, C)
-    bounds = Bounds(loop.low, end_of_tile(i, loop, C), is_inside(i, inside, loop, C))
+    whole = is_inside(i, inside, loop, C)
+    bounds = Bounds(loop.low, end_of_tile(i, loop, C), whole, i >= inside.low, i < inside.high)
     scale = scoring.cached_scale
     if C.IS_FP8 and C.NEW_KV:
         # Only cached keys have a scale of their own.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from prefix_prefill.kernels.hopper.config import ROWS, follows_seldom
+from prefix_prefill.kernels.hopper.config import ROWS, follows_seldom, masks_by_side
 from prefix_prefill.kernels.hopper.drafts import only_drafted
 from prefix_prefill.kernels.hopper.items import context_of
 from prefix_prefill.kernels.softmax import LOG2_E, finite
@@ -245,12 +245,23 @@ def masked(scores, key, bounds, scoring, V, C):
         scores = only_drafted(scores, low_bits, high_bits, o_first, high - key, V, C)
     elif C.HAS_RIGHT:
         last = position + gl.minimum(scoring.window.right, last - position)
-    seen = o_key[None, :] <= last[:, None]
-    if C.HAS_LEFT:
+    if masks_by_side(C):
         first = position - gl.minimum(scoring.window.left, position - low)
-        seen = seen & (o_key[None, :] >= first[:, None])
-    if C.HAS_LEFT or not C.DRAFT:
-        scores = gl.where(seen, scores, float("-inf"))
+        if bounds.from_first:
+            scores = gl.where(o_key[None, :] <= last[:, None], scores, float("-inf"))
+        else:
+            if bounds.to_last:
+                scores = gl.where(o_key[None, :] >= first[:, None], scores, float("-inf"))
+            else:
+                seen = (o_key[None, :] <= last[:, None]) & (o_key[None, :] >= first[:, None])
+                scores = gl.where(seen, scores, float("-inf"))
+    else:
+        seen = o_key[None, :] <= last[:, None]
+        if C.HAS_LEFT:
+            first = position - gl.minimum(scoring.window.left, position - low)
+            seen = seen & (o_key[None, :] >= first[:, None])
+        if C.HAS_LEFT or not C.DRAFT:
+            scores = gl.where(seen, scores, float("-inf"))
     return scores
 
 

@@ -26,6 +26,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +44,16 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 # transforms, autocast, jit's tracer), dtype, device, sizes and strides of many tensors in 1 us. They are private, and
 # without them each call is the op's.
 _TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-# In place of what is None, one a position, as guards refuse a tensor that comes twice.
-_ABSENT = [torch.empty((0, 0, 0, 7), dtype=torch.bool, device="meta") for _ in range(32)]
 
 
 # Forms of tensors, but for free sizes, that are remembered for the same numbers: caches of two kinds of layers, say.
 _MOST_LOOKS = 4
 
 
-# What serves calls, whether one looks like those, and the positions of their tensors that are None.
-_Direct = tuple[Callable[..., Any], Callable[..., bool], list[int]]
+# Whether a call's tensors look like those of another.
+_Looks = Callable[[tuple[Tensor | None, ...]], bool]
+# What serves calls, and whether one looks like those.
+_Direct = tuple[Callable[..., Any], _Looks]
 
 
 class Free(NamedTuple):
@@ -79,10 +80,10 @@ class PreparedLaunches:
         # find 4 % again, four times as many 9 %.
         self.most = most
         # In the order in which they were looked up.
-        self._found: OrderedDict[tuple[object, ...], tuple[Any, Callable[..., bool]]] = OrderedDict()
+        self._found: OrderedDict[tuple[object, ...], tuple[Any, _Looks]] = OrderedDict()
         # What was found last for some numbers, with gradients on or off, and whether tensors look like those it was
         # found for. Guards compare whether tensors require a gradient, and not whether one is recorded.
-        self._latest: dict[tuple[object, ...], tuple[Any, Callable[..., bool], list[int]]] = {}
+        self._latest: dict[tuple[object, ...], tuple[Any, _Looks]] = {}
         # In the order in which they were kept.
         self._direct: OrderedDict[tuple[object, ...], tuple[_Direct, ...]] = OrderedDict()
 
@@ -109,8 +110,8 @@ class PreparedLaunches:
             numbers = tuple([tuple(number) if type(number) is list else number for number in numbers])
             latest = self._latest.get((prepare, len(tensors), numbers, mode))
         if latest is not None:
-            found, looks_alike, absent = latest
-            if looks_alike(*_but_absent(tensors, absent)):
+            found, looks_alike = latest
+            if looks_alike(tensors):
                 return found
         return self._look_up(prepare, tensors, numbers)
 
@@ -129,7 +130,7 @@ class PreparedLaunches:
         if torch.compiler.is_dynamo_compiling() or _somebody_looks_on() or values_are_checked():
             return None
         latest = self._latest.get((prepare, len(tensors), numbers, torch.is_grad_enabled()))
-        return None if latest is None or not latest[1](*_but_absent(tensors, latest[2])) else latest[0]
+        return None if latest is None or not latest[1](tensors) else latest[0]
 
     def _look_up(
         self,
@@ -143,12 +144,12 @@ class PreparedLaunches:
         # Taken out, to be put in again as the last.
         known = self._found.pop(key, None)
         found, looks_alike = (prepare(tensors, numbers), _nothing_looks_alike) if known is None else known
-        if not looks_alike(*_for_guards(tensors)):
+        if not looks_alike(tensors):
             looks_alike = _guards(tensors)
         while len(self._found) >= self.most:
             self._forget_oldest()
         self._found[key] = found, looks_alike
-        self._latest[(prepare, len(tensors), numbers, torch.is_grad_enabled())] = found, looks_alike, _absent(tensors)
+        self._latest[(prepare, len(tensors), numbers, torch.is_grad_enabled())] = found, looks_alike
         return found
 
     def _forget_oldest(self) -> None:
@@ -174,8 +175,8 @@ class PreparedLaunches:
             found = self._direct.get((len(tensors), numbers, torch.is_grad_enabled()))
             if found is None:
                 return None
-            for run, looks_alike, absent in found:
-                if looks_alike(*_but_absent(tensors, absent)):
+            for run, looks_alike in found:
+                if looks_alike(tensors):
                     return run
         except TypeError:
             # Numbers without a hash, or what is no tensor: the op says what they must be.
@@ -201,38 +202,42 @@ class PreparedLaunches:
             while len(self._direct) >= self.most:
                 self._direct.popitem(last=False)
             others = before[: _MOST_LOOKS - 1] if free else ()
-            self._direct[key] = ((make(), _guards(tensors, free), _absent(tensors)), *others)
+            self._direct[key] = ((make(), _guards(tensors, free)), *others)
 
 
-def _guards(tensors: tuple[Tensor | None, ...], free: Mapping[int, Free] | None = None) -> Callable[..., bool]:
-    """Whether tensors, of :func:`_for_guards`, look like these: of the same sizes, strides, dtypes, devices, kinds."""
-    if _TensorGuards is None or len(tensors) > len(_ABSENT):
+def _guards(tensors: tuple[Tensor | None, ...], free: Mapping[int, Free] | None = None) -> _Looks:
+    """Whether tensors look like these: of the same sizes, strides, dtypes, devices, kinds; and None where these are."""
+    there, absent = ([i for i, x in enumerate(tensors) if (x is None) is missing] for missing in (False, True))
+    if _TensorGuards is None or not there:
         return _nothing_looks_alike
-    given = _for_guards(tensors)
+    given = [x for x in tensors if x is not None]
     sizes = strides = None
     if free:
         # None is what may differ.
-        sizes = [_but(x.shape, free.get(i, _NOTHING_FREE).sizes) for i, x in enumerate(given)]
-        strides = [_but(x.stride(), free.get(i, _NOTHING_FREE).strides) for i, x in enumerate(given)]
-    guards = _TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    looks_alike: Callable[..., bool] = guards.check
+        sizes = [_but(x.shape, free.get(i, _NOTHING_FREE).sizes) for i, x in zip(there, given, strict=True)]
+        strides = [_but(x.stride(), free.get(i, _NOTHING_FREE).strides) for i, x in zip(there, given, strict=True)]
+    check = _TensorGuards(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    of_there, of_absent = _getter(there), _getter(absent)
+
+    def looks_alike(tensors: tuple[Tensor | None, ...]) -> bool:
+        return not [x for x in of_absent(tensors) if x is not None] and check(*of_there(tensors))
+
     return looks_alike
+
+
+def _getter(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What takes what stands there, as a tuple."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda tensors: tuple([tensors[position] for position in positions])
 
 
 def _but(numbers: Sequence[int], free: Sequence[int]) -> list[int | None]:
     return [None if dim in free else number for dim, number in enumerate(numbers)]
 
 
-def _nothing_looks_alike(*_: Tensor) -> bool:
+def _nothing_looks_alike(_: tuple[Tensor | None, ...]) -> bool:
     return False
-
-
-def _for_guards(tensors: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [x if x is not None else none for x, none in zip(tensors, _ABSENT, strict=False)]
-
-
-def _absent(tensors: tuple[Tensor | None, ...]) -> list[int]:
-    return [position for position, tensor in enumerate(tensors) if tensor is None]
 
 
 def _check_materialised(tensors: tuple[Tensor | None, ...]) -> None:
@@ -244,17 +249,6 @@ def _check_materialised(tensors: tuple[Tensor | None, ...]) -> None:
                 "materialised (call resolve_neg() or resolve_conj())",
                 f"a lazy view, {describe(tensor)}",
             )
-
-
-def _but_absent(tensors: tuple[Tensor | None, ...], absent: list[int]) -> Sequence[Tensor | None]:
-    """The same, faster, for guards of tensors of which those at these positions were None; another None they refuse."""
-    if not absent:
-        return tensors
-    given = list(tensors)
-    for position in absent:
-        if given[position] is None:
-            given[position] = _ABSENT[position]
-    return given
 
 
 def _somebody_looks_on() -> bool:

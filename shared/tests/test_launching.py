@@ -16,6 +16,7 @@ from kernel_reference import launching
 from kernel_reference.launching import (
     DeviceProperties,
     Launch,
+    Run,
     TmaBox,
     TmaLaunch,
     by_alignment,
@@ -140,6 +141,28 @@ def test_a_launch_at_known_addresses_asks_for_the_last_one_alone_and_whether_it_
     hooks.append("a profiler's")
     assert not begin(32)
     assert len(started) == 2
+
+
+def test_a_launch_at_addresses_that_come_again_asks_for_the_last_group_alone_and_whether_it_is_watched() -> None:
+    started: list[Any] = []
+    hooks: list[str] = []
+    made = Launch(Compiled(), (3, 1, 1), (7,), CPU, group=lambda q, *parts: (q, parts))
+    # Nothing is compiled.
+    assert made.again(16) is None
+    made._kept.starter = Starter(lambda *given: started.append(given), lambda *given: (), lambda: bool(hooks))
+    run = by_alignment(lambda aligned: Run(made, made.at, made.again), slice(1))
+    assert run.again(16) is None
+    assert run.at(16)
+    begin = run.again(16)
+    assert begin is not None
+    assert begin((32, 48))
+    assert begin((64,))
+    assert started == [((3, 1, 1), (16, parts, 7)) for parts in ((), (32, 48), (64,))]
+    hooks.append("a profiler's")
+    assert not begin((32,))
+    assert made.again(16) is None
+    assert len(started) == 3
+    assert by_alignment(lambda aligned: launch_nothing, slice(1)).again(16) is None
 
 
 def test_a_dependent_launch_is_an_option_of_the_compiler_and_other_launches_know_none() -> None:

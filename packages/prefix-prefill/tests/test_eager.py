@@ -18,11 +18,13 @@ from kernel_reference import dispatch
 from kernel_reference.checks import validate_values
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.launching import Launch
+from kernel_reference.starting import Starter
 from kernel_reference.testing.guards import assert_bitwise_equal
 from kernel_reference.testing.specs import recorded_launches
 from prefix_prefill import arguments as checked
-from prefix_prefill import launch, ops
+from prefix_prefill import batches, launch, ops
 from prefix_prefill.cascade import launch as cascade_launch
+from prefix_prefill.merging import launch as merging
 from prefix_prefill.plan import DeviceLimits
 
 Tensor = torch.Tensor
@@ -347,3 +349,60 @@ def test_batches_of_new_sizes_give_what_they_give_alone(device, dispatched, monk
     with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q, got"):
         prefix_prefill.prefix_prefill(**smaller, out=smaller["q"][:])
     assert dispatched.count == before + 2
+
+
+@pytest.mark.parametrize("size", [(3, 3, 1), (500, 1, 500), (30, 10, 3, 20)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"window": (100, 0)}], ids=str)
+def test_calls_whose_addresses_come_again_start_what_they_started(device, hopper, monkeypatch, options, size) -> None:
+    """By what was kept for these addresses, without asking launches; unless a profiler watches, or others come."""
+    started: list[Any] = []
+    hooks: list[str] = []
+    starter = Starter(
+        lambda *given: started.append(given), lambda at, one, _: (at, one.base.data_ptr()), lambda: bool(hooks)
+    )  # fmt: skip
+    watched = SimpleNamespace(count=0)
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            def run(*_: Any) -> None:
+                watched.count += 1
+
+            return run
+
+    monkeypatch.setattr(Launch, "_find", lambda self, _: self._kept.take((Kernel(), starter)))
+    monkeypatch.setattr(batches, "_again", {})
+
+    def of_one(size: Any, dtype: torch.dtype, _: Any) -> Any:
+        one = torch.empty(size, dtype=dtype, device=device)
+        return lambda: one
+
+    # Scratch memory lies in the same place each time.
+    monkeypatch.setattr(merging, "_scratch", of_one)
+    server = Server(device, out=True, **options)
+    asked = []
+    at = Launch.at
+    monkeypatch.setattr(Launch, "at", lambda self, *given: asked.append(self) or at(self, *given))
+
+    def starts() -> list[Any]:
+        started.clear()
+        prefix_prefill.prefix_prefill(**server.arguments(*size))
+        return [*started]
+
+    # The op's call has scratch memory in several pieces.
+    assert starts()
+    wanted = starts()
+    for _ in range(5):
+        assert starts() == wanted
+    assert sum(begin is not None for begin in batches._again.values()) == 1
+    before = len(asked)
+    starts()
+    # What merges is asked, as it takes few arguments.
+    assert len(asked) - before == len(wanted) - 1
+    hooks.append("a profiler's")
+    assert not starts()
+    assert watched.count == len(wanted)
+    hooks.clear()
+    server.q = server.q.clone()
+    others = starts()
+    assert others != wanted
+    assert starts() == starts() == others

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Self
 
 import torch
 
 from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, signature_of
 from kernel_reference.cache_keys import settle_keys
+from kernel_reference.devices import DeviceProperties as DeviceProperties
+from kernel_reference.devices import device_properties as device_properties
+from kernel_reference.devices import has_gluon as has_gluon
 from kernel_reference.grouping import checked
 from kernel_reference.starting import Starter, ensure_context
 from kernel_reference.tensor_maps import TmaBox as TmaBox
@@ -138,6 +140,16 @@ class Launch:
             return lambda last: self.at(*pointers, last)
         return self._kept.starter.but_last(self.grid, pointers, self.rest)
 
+    def again(self, *pointers: int | None) -> Callable[[Any], bool] | None:
+        """What :meth:`at` does with these addresses, which have come again, and with the last of the kernel's arguments
+        that ``group`` makes, in place of its own. None where :meth:`at` would start nothing.
+        """
+        maps = self._kept_maps(pointers[: len(self.boxes)])
+        if maps is None or self.group is None or not self.is_ready():
+            return None
+        grouped = self.group(*pointers[len(self.boxes) :])
+        return self._kept.starter.but_last(self.grid, (*maps, *grouped[:-1]), self.rest)  # type: ignore[union-attr]
+
     def arguments(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Every argument as the kernel gets it, by position, descriptors as their tensors: for a look at a launch."""
         count = len(self.boxes)
@@ -169,6 +181,10 @@ class Launch:
     def _bound(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         """Every argument, as Triton takes it."""
         return *checked(self._given(tensors), self.group, tensors), *self.rest
+
+    def _kept_maps(self, addresses: tuple[int | None, ...]) -> tuple[Any, ...] | None:
+        """What C takes for the descriptors of tensors with these addresses; None where that is to be made."""
+        return ()
 
     def _find(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Take what a launch like this one compiled, if there was one."""
@@ -321,6 +337,9 @@ class TmaLaunch(Launch):
             maps += one
         return tuple(maps)
 
+    def _kept_maps(self, addresses: tuple[int | None, ...]) -> tuple[Any, ...] | None:
+        return self._maps.get(addresses)
+
     def _bound(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
         count = len(self.boxes)
         return *self._descriptors(tensors[:count]), *super()._bound(tensors[count:])
@@ -365,12 +384,19 @@ def on_device(device: torch.device, run: Callable[..., None]) -> Callable[..., N
     return run_there
 
 
+def _never_again(*_: int | None) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Run:
-    """Launches that are one call: with tensors, or with their addresses as :meth:`Launch.at` takes them."""
+    """Launches that are one call: with tensors, or with their addresses as :meth:`Launch.at` takes them, and, of
+    addresses that have come again, what starts it on these: None where it must be called with them.
+    """
 
     run: Callable[..., None]
     at: Callable[..., bool]
+    again: Callable[..., Callable[..., bool] | None] = _never_again
 
     def __call__(self, *tensors: Tensor | None) -> None:
         self.run(*tensors)
@@ -395,7 +421,11 @@ def by_alignment(make: Callable[[bool], Callable[..., None]], tensors: slice) ->
         start = getattr(made[True], "at", None)
         return start is not None and start(*pointers)
 
-    return Run(run, at)
+    def again(*pointers: int | None) -> Callable[..., bool] | None:
+        find: Callable[..., Callable[..., bool] | None] = getattr(made.get(True), "again", _never_again)
+        return find(*pointers)
+
+    return Run(run, at, again)
 
 
 def launch_nothing(*_: object) -> None:
@@ -407,43 +437,3 @@ def without_memory(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class DeviceProperties:
-    """What a package's DeviceLimits are made of.
-
-    kind: "cuda", "hip" or "npu". cores: SMs, compute units or an NPU's vector cores. shared_memory: bytes that a
-    program may have at most; 0 where the driver does not say. capability: NVIDIA's compute capability, else (0, 0).
-    """
-
-    kind: str
-    cores: int
-    shared_memory: int
-    capability: tuple[int, int] = (0, 0)
-
-
-@lru_cache
-def device_properties(device: torch.device) -> DeviceProperties:
-    """Of the device a tensor is on; asked once. NVIDIA's from torch, others' from their Triton driver."""
-    if device.type == "cuda" and torch.version.hip is None:
-        found: Any = torch.cuda.get_device_properties(device)
-        capability = torch.cuda.get_device_capability(device)
-        return DeviceProperties("cuda", found.multi_processor_count, found.shared_memory_per_block_optin, capability)
-    import triton
-
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    if "num_vectorcore" in properties:
-        return DeviceProperties("npu", properties["num_vectorcore"], 0)
-    return DeviceProperties("hip", properties["multiprocessor_count"], properties["max_shared_mem"])
-
-
-@lru_cache
-def has_gluon() -> bool:
-    """Whether the Triton that is installed brings Gluon with sm_90's barriers, TMA and WGMMA."""
-    try:
-        from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: F401
-    except ImportError:
-        return False
-    return True

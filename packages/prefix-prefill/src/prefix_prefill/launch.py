@@ -414,6 +414,10 @@ def _hopper(first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torc
                 # So is what the cache is widened to; no keys are new then.
                 longer = {at: box._replace(sizes=[blocks, *box.sizes[1:]]) for at, box in enumerate(boxes)}
             own = attend.resized(grid, batch.counts, longer)
-        return Run(lambda *tensors: own(*in_order(*tensors)), lambda *pointers: own.at(*in_order(*pointers)))
+        return Run(
+            lambda *tensors: own(*in_order(*tensors)),
+            lambda *pointers: own.at(*in_order(*pointers)),
+            lambda *pointers: own.again(*in_order(*pointers)),
+        )
 
     return sized

@@ -6,7 +6,7 @@ Each comes with the workspace that the attention before it leaves its partial re
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 from operator import mul
@@ -39,7 +39,7 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
     """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
     if plan.num_splits == 1:
         # Of a workspace's type where the kernel takes one: it says there that nothing is in parts.
-        nothing = _scratch((1, _ENTRY), torch.int64, device) if may_be_in_parts(plan) else None
+        nothing = _nothing_in_parts(device) if may_be_in_parts(plan) else None
         return lambda batch: _without_pieces(attend(batch), nothing)
     from prefix_prefill.kernels.hopper.merging import MergeConfig, merge_pieces
 
@@ -89,18 +89,31 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
     return sized
 
 
-def _without_pieces(attend: Run, nothing: Callable[[], Tensor] | None) -> Run:
+def _without_pieces(attend: Run, nothing: Tensor | None) -> Run:
+    part = None if nothing is None else nothing.view(torch.float32)
+
     def run(*tensors: Tensor | None) -> None:
-        noted = None if nothing is None else nothing()
-        part = None if noted is None else noted.view(torch.float32)
-        attend(*tensors[:_TENSORS], part, part, noted, *tensors[_TENSORS:])
+        attend(*tensors[:_TENSORS], part, part, nothing, *tensors[_TENSORS:])
+
+    # No address where compiling alone is asked for, whose tensors have no memory.
+    pieces = 3 * (None if nothing is None or nothing.is_meta else nothing.data_ptr(),)
 
     def at(*pointers: int | None) -> bool:
-        noted = None if nothing is None else nothing()
-        pieces = 3 * (None if noted is None else noted.data_ptr(),)
         return attend.at(*pointers, *pieces)
 
-    return Run(run, at)
+    def again(*pointers: int | None) -> Callable[..., bool] | None:
+        begin = attend.again(*pointers)
+        return None if begin is None else partial(begin, pieces)
+
+    return Run(run, at, again)
+
+
+@lru_cache
+def _nothing_in_parts(device: torch.device) -> Tensor:
+    """One for all calls on a device, into which every one writes the same, and of which nobody reads: memory of its own
+    would take each call 1 us.
+    """
+    return torch.empty((1, _ENTRY), dtype=torch.int64, device=device)
 
 
 def _attend_and_merge(attend: Run, merge_pieces: Launch, sizes: tuple[int, int, int], device: torch.device) -> Run:
@@ -118,16 +131,24 @@ def _attend_and_merge(attend: Run, merge_pieces: Launch, sizes: tuple[int, int, 
         attend(*tensors[:_TENSORS], part, part_lse, noted, *tensors[_TENSORS:])
         merge_pieces(given.sinks, given.out_scale, given.out, given.lse, part, part_lse, noted)
 
-    def at(*pointers: int | None) -> bool:
+    def start(begin: Callable[[tuple[int, ...]], bool], *results: int | None) -> bool:
         workspace = new_workspace()
         part = workspace.data_ptr()
         pieces = (part, part + ends[0], part + ends[1])
-        if not merge_pieces.is_ready() or not attend.at(*pointers, *pieces):
-            return False
-        *_, sinks, _, _, out_scale, out, lse, _ = pointers
-        return merge_pieces.at(sinks, out_scale, out, lse, *pieces)
+        return merge_pieces.is_ready() and begin(pieces) and merge_pieces.at(*results, *pieces)
 
-    return Run(run, at)
+    def results(*pointers: int | None) -> tuple[int | None, ...]:
+        *_, sinks, _, _, out_scale, out, lse, _ = pointers
+        return sinks, out_scale, out, lse
+
+    def at(*pointers: int | None) -> bool:
+        return start(lambda pieces: attend.at(*pointers, *pieces), *results(*pointers))
+
+    def again(*pointers: int | None) -> Callable[..., bool] | None:
+        begin = attend.again(*pointers)
+        return None if begin is None else partial(start, begin, *results(*pointers))
+
+    return Run(run, at, again)
 
 
 @lru_cache(256)

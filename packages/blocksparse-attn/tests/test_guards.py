@@ -588,13 +588,20 @@ def test_every_kernel_is_captured_in_a_graph_and_never_synchronises(tensors, pla
         contract.check_deterministic(lambda run=run, inputs=inputs: run(*inputs))
 
 
-def test_a_counter_is_of_one_call_alone(device) -> None:
-    """Beyond those that are made together."""
+@gpu
+def test_counters_of_streams_and_of_captured_calls_are_apart(device) -> None:
     counters = launch.Counters(device)
-    found = [counters.new() for _ in range(2500)]
-    assert len({counter.data_ptr() for counter in found}) == len(found)
-    assert all(counter.data_ptr() % 16 == 0 for counter in found)
-    assert not int(torch.stack([counter.reshape(-1)[0] for counter in found]).abs().max())
+    places: list[set[int]] = []
+    for stream in [torch.cuda.Stream() for _ in range(2)]:
+        with torch.cuda.stream(stream):
+            places.append({counters.new().data_ptr() for _ in range(200)})
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        captured = [counters.new() for _ in range(200)]
+    places.append({counter.data_ptr() for counter in captured})
+    assert len(places[-1]) == len(captured)
+    assert not any(place % 16 for place in set.union(*places))
+    assert len(set.union(*places)) == sum(map(len, places))
+    assert not any(int(counter[0]) for counter in captured)
 
 
 @gpu

@@ -7,7 +7,7 @@ What only hardware tells, swizzles, fences and registers among it, is for the te
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ LENGTHS = [(30, 5), (3, 0), (0, 140), (200, 1), (70, 70)]
 
 
 @pytest.fixture(scope="module")
-def hopper() -> ModuleType:
+def shadows() -> list[ModuleType]:
     modules = (
         "tiles",
         "softmax",
@@ -37,7 +37,12 @@ def hopper() -> ModuleType:
         "hopper.consumers",
         "hopper.kernel",
     )
-    return gluon.shadow(*(f"blocksparse_attn.kernels.{name}" for name in modules))[-1]
+    return gluon.shadow(*(f"blocksparse_attn.kernels.{name}" for name in modules))
+
+
+@pytest.fixture(scope="module")
+def hopper(shadows: list[ModuleType]) -> ModuleType:
+    return shadows[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -152,14 +157,24 @@ def test_lists_that_have_nothing_in_common_are_each_walked_once(tensors, kernels
         batch.check(most=4)
 
 
-def test_which_program_takes_a_tile_changes_no_bit(tensors, kernels) -> None:
+@pytest.mark.parametrize("long", [1, 1000])
+def test_which_program_takes_a_tile_changes_no_bit_and_the_next_call_has_the_same_counter(
+    monkeypatch, tensors, kernels, shadows, long
+) -> None:
+    """Asked for as the one before begins, or as it ends."""
+    monkeypatch.setattr(shadows[-4], "LONG", long)
+    counter = torch.zeros(1, dtype=torch.int32, device=tensors.device)
+    monkeypatch.setattr(launch, "counters_of", lambda device: SimpleNamespace(new=lambda: counter))
     batch = tensors.batch([(70, 200)], heads=(2, 1), head_dim=64, blocks=(64, 64))
     found = []
-    for as_free in (False, True):
+    for as_free in (False, True, True):
+        batch.out.tensor.fill_(float("nan"))
         kernels.attend(batch, replace(plan(64), as_free=as_free))
         found.append((batch.out.tensor.clone(), batch.lse.tensor.clone()))
-    for one, other in zip(*found, strict=True):
-        assert_bitwise_equal(one, other)
+        assert not int(counter)
+    for later in found[1:]:
+        for one, other in zip(found[0], later, strict=True):
+            assert_bitwise_equal(one, other)
 
 
 # The arguments of the op that are stretched, and in which dimensions: three or more of each, so that strides fit in 32

@@ -8,9 +8,9 @@ how kernels are tested without a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -61,8 +61,8 @@ from kernel_reference.memory import nothing
 
 # Numbers of partial results that a warp of the merge kernel has at once: 64 of a thread.
 _MERGED_NUMBERS = 2048
-# Streams whose counters are kept, 16 kB each.
-_MOST_STREAMS = 64
+# Streams whose counters are kept, 1 kB each; and calls in graphs that have one each, 16 bytes.
+_MOST_STREAMS, _MOST_CAPTURED = 64, 4096
 
 Tensor = torch.Tensor
 Pointer = Tensor | int | None
@@ -317,33 +317,49 @@ def merge_config(
 
 
 class Counters:
-    """A counter for each call, zero, that no other call has: those on other streams do not meet in it.
+    """Counters that are zero when a kernel starts, and again when it has ended, as it sees to itself.
 
-    They are made a thousand at a time, on the stream that they are used on. A captured call is replayed with the memory
-    that it was given, and so has one of its own, which its graph zeroes.
+    Calls of one stream follow each other, and those on other streams have other counters. A captured call has one of
+    its own for good, from memory that no graph owns, as graphs may be replayed beside anything.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By stream: four integers each, as launches take addresses of whole 16 bytes; and the next one's number.
-        self._made: dict[int, tuple[Tensor, Iterator[int]]] = {}
+        self._alone = device.type != "cuda" or torch.cuda.device_count() == 1
+        # By stream.
+        self._made: dict[int, Iterator[Tensor]] = {}
+        self._for_graphs: Iterator[Tensor] = iter(())
 
     def new(self) -> Tensor:
+        if self._alone:
+            return self._new()
+        with torch.cuda.device(self._device):
+            return self._new()
+
+    def _new(self) -> Tensor:
         if self._device.type != "cuda":
             return torch.zeros(1, dtype=torch.int32, device=self._device)
-        with torch.cuda.device(self._device) if torch.cuda.device_count() > 1 else nullcontext():
-            if torch.cuda.is_current_stream_capturing():
-                return torch.zeros(1, dtype=torch.int32, device=self._device)
-            stream = torch.cuda.current_stream().cuda_stream
-            counters, numbers = self._made.get(stream, (None, iter(())))
-            number = next(numbers, None)
-            if counters is None or number is None:
-                if len(self._made) >= _MOST_STREAMS:
-                    self._made.clear()
-                counters, numbers = torch.zeros(1000, 4, dtype=torch.int32, device=self._device), iter(range(1, 1000))
-                self._made[stream] = counters, numbers
-                number = 0
-            return counters[number]
+        if torch.cuda.is_current_stream_capturing():
+            one = next(self._for_graphs, None)
+            # A graph of a process that has called nothing before zeroes it at each replay.
+            return torch.zeros(1, dtype=torch.int32, device=self._device) if one is None else one
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        made = self._made.get(stream)
+        if made is None:
+            if not self._made:
+                memory = self._zeros(_MOST_CAPTURED)
+                self._for_graphs = (memory[number] for number in range(_MOST_CAPTURED))
+                # Once in a process: a graph may be replayed on a stream that has not waited for this one.
+                torch.cuda.current_stream().synchronize()
+            if len(self._made) >= _MOST_STREAMS:
+                self._made.pop(next(iter(self._made)))
+            # As many as may be under way, were a stream's name given to another one.
+            made = self._made[stream] = cycle(self._zeros(64).unbind())
+        return next(made)
+
+    def _zeros(self, count: int) -> Tensor:
+        # Launches take addresses of whole 16 bytes.
+        return torch.zeros(count, 4, dtype=torch.int32, device=self._device)
 
 
 counters_of = lru_cache(Counters)

@@ -92,7 +92,7 @@ class Queue(NamedTuple):
     """Work items in flight from the scheduler to the other roles.
 
     ``lists``: of each, the first and the last + 1 of the entries that each LIST_ROWS rows list, in 32 cells as a warp
-    has threads.
+    has threads. With AS_FREE one more ``full`` barrier is for the end of an item's loads of keys, see ``await_end``.
     """
 
     items: Any
@@ -254,8 +254,12 @@ def make_channels(dtype: gl.constexpr, scale, config: gl.constexpr):
         _, out_tiles, _, out_tails = ring_of(dtype, consumers, ROWS, ROWS, config.BLOCK_DV, config.TAIL_DV)
 
     k_full, k_empty, v_full, v_empty, q_full, q_empty = barriers_of_rings(STAGES, Q_STAGES, consumers, 1)
-    queue_full = barriers(QUEUE)
+    ENDS: gl.constexpr = 1 if config.AS_FREE and not config.TABLE else 0
+    # Among these, as one barrier more that roles are given has them hold addresses in registers: 1.1 of the time.
+    queue_full = barriers(QUEUE + ENDS)
     queue_empty = barriers(QUEUE)
+    if ENDS:
+        mbarrier.init(queue_full.index(QUEUE), count=1)
     for i in gl.static_range(QUEUE):
         mbarrier.init(queue_full.index(i), count=1)
         # The consumers, and the producers of keys and of values.

@@ -29,6 +29,7 @@ from tilelang_mla.plan import (
     merge_cost,
     merge_grid,
     part_cost,
+    plan_of_call,
     plan_of_whole_lists,
     plan_prefill,
     plan_without_schedule,
@@ -184,6 +185,12 @@ def test_the_grid_follows_from_cores_and_batch_alone() -> None:
         # Of which there are no more than a second launch merges at no cost worth naming.
         assert tiles.pop().num_parts(batch) <= batch + 2 * 132
     assert schedule([5], max_seqlen_k=8192).tiles == schedule([5] * 300, max_seqlen_k=8192).tiles
+
+
+def test_sequences_of_two_blocks_are_whole_with_a_plan_and_without() -> None:
+    assert [decode_tiles(16, 512, 64, most, H200).spare_parts for most in (64, 128, 129)] == [0, 0, 264]
+    found = [plan_of_call(replace(DECODING, capacity=most), H200) for most in (0, 128, 192)]
+    assert [(tiles.num_parts(32), shared) for tiles, shared in found] == [(32, False), (32, False), (32 + 95, True)]
 
 
 def test_numbers_of_numpy_make_the_plan_that_ints_make() -> None:

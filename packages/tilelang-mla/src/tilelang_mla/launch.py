@@ -31,6 +31,7 @@ from tilelang_mla.plan import (
     PrefillPlan,
     PrefillProblem,
     merge_grid,
+    plan_of_call,
     plan_of_whole_lists,
     plan_prefill,
     plan_without_schedule,
@@ -164,7 +165,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     if block_table.shape[1] == 0:
         return _see_nothing
     limits = device_limits(q.device)
-    tiles = plan_without_schedule(problem, limits) if plan is None else plan
+    tiles, shared = plan_of_call(problem, limits) if plan is None else (plan, False)
     if problem.cache:
         tiles = tiles_8bit(problem, tiles, limits)
     check_fits(problem, tiles, limits)
@@ -181,9 +182,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
             by_rows = tiles.loads_by_rows(problem)
             constants |= {"gather": True, "by_rows": by_rows, "early": by_rows and constants["early"]}
     num_parts = tiles.num_parts(batch)
-    shared = plan is None
-    # Nobody cuts a sequence within a block.
-    merged = num_parts > batch and not (shared and problem.capacity <= tiles.block_n)
+    merged = num_parts > batch
     q_form = packed_form(q)
     table_form = form_of((batch, columns), (block_table.stride(0), 1))
     table_as_it_is = block_table.stride() == table_form[1]
@@ -207,7 +206,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     no_lse = nothing(device).view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
-    programs = tiles.num_programs(problem, by == _SHARED, first_part is not None, limits.cores)
+    programs = tiles.num_programs(problem, by == _SHARED, first_part is not None or plan is None, limits.cores)
     flags = (by, int(order is not None), int(lse is not None))
 
     def arguments(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]

@@ -49,6 +49,8 @@ _MOST_PIECES, _PIECES = 16, 4
 _LONG = 256
 # Programs of the combine kernel on an SM, of which 9 run at once; and sequences of one, each of which a thread finds.
 _MERGING, _MERGED_BY_ONE = 16, 32
+# Keys up to which a sequence is left whole: starting the kernel that merges takes longer than a block of keys.
+_SHORT = 128
 # More partial results take the combine kernel too long.
 MOST_SPLITS = 256
 
@@ -303,7 +305,7 @@ def decode_tiles(
     early = by_rows and dim_rope == _ROPE and rows > 2 * _ROWS
     if num_splits is not None:
         return DecodeTiles(_ROWS, block_n, num_stages, num_splits, 0, by_rows, early=early)
-    alone = max_seqlen_k is not None and known(max_seqlen_k <= block_n)
+    alone = max_seqlen_k is not None and known(max_seqlen_k <= _SHORT)
     spare = 0 if alone else WAVES * parts_at_once(rows, limits.cores)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare, by_rows, early=early)
 
@@ -363,6 +365,14 @@ def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> Decod
     most = max(1, problem.sequences * blocks)
     shares = min(most, shares_of(tiles.row_tiles(problem.rows), limits.cores))
     return replace(tiles, spare_parts=shares - 1)
+
+
+def plan_of_call(problem: DecodeProblem, limits: DeviceLimits) -> tuple[DecodeTiles, bool]:
+    """The plan of a call without one, and whether its programs share the batch: short sequences are whole, by turns."""
+    tiles = plan_without_schedule(problem, limits)
+    if problem.capacity <= _SHORT:
+        return replace(tiles, spare_parts=0), False
+    return tiles, True
 
 
 def plan_of_whole_lists(problem: DecodeProblem, limits: DeviceLimits) -> tuple[DecodeTiles, bool]:

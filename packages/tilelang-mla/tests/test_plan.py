@@ -372,6 +372,8 @@ def test_programs_of_the_combine_kernel_run_at_once_and_find_no_more_sequences_t
     # Of equal parts a piece for each eight that are begun, whatever the batch.
     for sequences, parts, pieces in ((4, 8, 1), (4, 9, 2), (300, 16, 2), (1, 32, 4)):
         assert merge_grid(sequences, 128, 10**5, DecodeTiles(64, 64, 2, parts), 132)[1] == pieces
+    # Programs fill the SMs, which would else have them where they are free first.
+    assert merge_grid(1, 64, 65536, DecodeTiles(64, 64, 2, 1, 264), 132) == (1, 16)
     # Where one sequence may have most of the parts, rows are cut though most sequences may have one.
     long = [(64, 100000), (64, 8192), (128, 100000), (128, 8192), (192, 100000)]
     tiles = DecodeTiles(64, 64, 2, 1, 131)

@@ -40,15 +40,14 @@ _LATENT, _ROPE, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 64, 128, 64, 5
 _FEW_ROWS = 32
 # Rows of the kernel that widens no key; and elements of q side by side, two numbers of 8 bits each.
 _NARROW, _LINE = 16, 128
-# Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces. And those of all rows on an SM: of 128
-# rows and 66 parts 8 pieces take 7.8 us, 4 take 6.7, 2 8.1 (H200).
+# Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces. And those of all rows on an SM, where
+# others may have one part.
 _MOST_PIECES, _PIECES = 16, 4
 # Blocks of keys from which on one sequence may have most of the parts, so that rows are cut though others may have one:
-# one of 100000 keys among 63 of up to 1000 takes 105 us for 128 at 64 heads, 84 for 91 at 16, 108 for 115 at 128
-# (H100). 64 of 8192 would take 251 for 247, 299 for 289 at 128.
+# one of 100000 keys among 63 of up to 1000 takes 105 us for 128 at 64 heads, 84 for 91 at 16 (H100).
 _LONG = 256
-# Programs of the combine kernel on an SM, of which 9 run at once; and sequences of one, each of which a thread finds.
-_MERGING, _MERGED_BY_ONE = 16, 32
+# Programs of the combine kernel on an SM; at once, or SMs that are free first would have all; sequences that one finds.
+_MERGING, _MERGED_AT_ONCE, _MERGED_BY_ONE = 16, 9, 32
 # Keys up to which a sequence is left whole: starting the kernel that merges takes longer than a block of keys.
 _SHORT = 128
 # More partial results take the combine kernel too long.
@@ -300,8 +299,7 @@ def decode_tiles(
     block_n, num_stages = _keys_in_flight(dim_nope, dim_rope, limits, bits)
     # On an H200 by rows 274 us for 435 over pages of 16 at 128 heads, 165 for 228 at 16; over lists 84 for 127.
     by_rows = dim_nope == _LATENT and dim_rope in (0, _ROPE) and block_n == _OF_STAGE
-    # 256 rows of 128 x 4096: 522 us for 566 (H100). Lists took 0.98 to 1.02 of the time, and have one query
-    # token; other sizes have not been timed.
+    # 256 rows of 128 x 4096: 522 us for 566 (H100). Lists took 0.98 to 1.02 of the time; other sizes were not timed.
     early = by_rows and dim_rope == _ROPE and rows > 2 * _ROWS
     if num_splits is not None:
         return DecodeTiles(_ROWS, block_n, num_stages, num_splits, 0, by_rows, early=early)
@@ -370,9 +368,7 @@ def plan_without_schedule(problem: DecodeProblem, limits: DeviceLimits) -> Decod
 def plan_of_call(problem: DecodeProblem, limits: DeviceLimits) -> tuple[DecodeTiles, bool]:
     """The plan of a call without one, and whether its programs share the batch: short sequences are whole, by turns."""
     tiles = plan_without_schedule(problem, limits)
-    if problem.capacity <= _SHORT:
-        return replace(tiles, spare_parts=0), False
-    return tiles, True
+    return (replace(tiles, spare_parts=0), False) if problem.capacity <= _SHORT else (tiles, True)
 
 
 def plan_of_whole_lists(problem: DecodeProblem, limits: DeviceLimits) -> tuple[DecodeTiles, bool]:
@@ -430,15 +426,14 @@ def merge_grid(sequences: int, rows: int, capacity: int, tiles: DecodeTiles, cor
     """Of the combine kernel: sequences of a program, one after the other, and pieces of a row.
 
     A thread has loads of 4 parts in flight, so that a row of more parts is cut into pieces, with a group of threads for
-    each 8. Where most rows have nothing to combine, programs are to be few, each with a row of the one sequence that
-    has.
+    each 8. Where most rows have nothing to combine, programs are to be few.
     """
     parts = parts_at_once(rows, cores) // sequences if tiles.spare_parts else tiles.num_splits
     # Of 11 equal parts two pieces: 4 lists of 128 heads take 24.5 us for 26.2 (H100).
     pieces = min(_MOST_PIECES, power_of_two_at_most(max(1, parts // 8 if tiles.spare_parts else cdiv(parts, 8))))
     if tiles.spare_parts:
         # Not where parts are pinned: sums of other pieces have other bits, and those are the same in any batch.
-        pieces = min(pieces, power_of_two_at_most(max(1, _PIECES * cores // (sequences * rows))))
+        pieces = min(pieces, power_of_two_at_most(max(1, _MERGED_AT_ONCE * cores // (sequences * rows))))
         if rows <= 2 * _ROWS and capacity >= _LONG * tiles.block_n:
             pieces = max(pieces, _PIECES)
     each = max(1, cdiv(sequences * rows * pieces, _MERGING * cores))

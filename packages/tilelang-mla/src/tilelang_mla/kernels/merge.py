@@ -166,9 +166,9 @@ def merge_program(T, C, tensors, numbers, i_program):
     batch, rows = out.shape[:2]
     if not serial:
         T.annotate_min_blocks_per_sm(_PROGRAMS)
-        T.pdl_sync()
-        # What takes the results may be launched meanwhile; it waits for all of them.
-        T.pdl_trigger()
+        if numbers.scheduled == SHARED:
+            # Programs of the kernel ahead write down how they have cut the batch; else that is known before they end.
+            T.pdl_sync()
     merged = T.alloc_local((_MERGED,), T.float32)
     loaded = T.alloc_local((_AT_ONCE * _MERGED,), T.float32)
     factors = T.alloc_local((_AT_ONCE,), T.float32)
@@ -207,6 +207,10 @@ def merge_program(T, C, tensors, numbers, i_program):
         find_parts(T, tensors, numbers, found, first_b, own, few, lane if serial else thread)
     if not serial:
         T.sync_threads()
+        if numbers.scheduled != SHARED:
+            T.pdl_sync()
+        # What takes the results may be launched meanwhile; it waits for all of them.
+        T.pdl_trigger()
     turns = T.alloc_var(T.int32, init=T.truncdiv(counts[0] + (pieces - 1), pieces))
     for turn in T.serial(turns + counts[1]):
         alone = turn < turns

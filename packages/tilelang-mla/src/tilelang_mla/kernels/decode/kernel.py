@@ -91,6 +91,8 @@ def attend(
             # As arguments.py checks: rows may be read in vectors of 16 bytes.
             T.assume(kv_page % 8 == 0)
             T.assume(kv_row % 8 == 0)
+            T.assume(out_batch % 8 == 0)
+            T.assume(out_row % 8 == 0)
             inputs = Inputs(q, kv, seqlens_k, block_table, first_part, order)
             outputs = Outputs(out, lse, parts, part_lse, pieces)
             numbers = (scale, heads, causal, num_parts, num_splits, scheduled, ordered, wants_lse)

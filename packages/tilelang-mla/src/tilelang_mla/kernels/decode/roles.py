@@ -29,6 +29,8 @@ from tilelang_mla.kernels.softmax import (
 
 # Named barriers of one warpgroup; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 _OF_SCORES, _OF_VALUES = 5, 6
+# Elements of 16 bytes that a thread stores where a row sees no key.
+_ZEROS = 8
 
 
 def free(T: Any, S: Any, empty: Any) -> Any:
@@ -346,9 +348,12 @@ def store_ahead(T, S, out, acc, work, ring, empty, stage, begin, of_role):
         T.tma_store_wait()
         free(T, S, empty[stage])
     else:
-        for i, j in T.Parallel(*acc.shape):
-            if work.first_row + i < out.shape[1]:
-                out[work.sequence, work.first_row + i, begin + j] = acc[i, j]
+        # No key, no result: a thread has a row, whose stores are not unrolled.
+        thread = T.get_thread_binding() % GROUP
+        if thread < T.min(out.shape[1] - work.first_row, S.rows):
+            for i in T.serial(S.half // _ZEROS):
+                for j in T.vectorized(_ZEROS):
+                    out[work.sequence, work.first_row + thread, begin + i * _ZEROS + j] = 0
 
 
 def scale_of(S: Any, launch: Any, inputs: Any) -> Any:

@@ -191,8 +191,8 @@ def _warm_up() -> None:
     if "torch" in sys.modules:
         # OpenMP's threads do not survive a fork, and whoever asks for them there waits for ever.
         sys.modules["torch"].set_num_threads(1)
-    # Torch asks where each op is defined, and to answer that inspect looks all modules up, once.
-    inspect.getmodule(sys._getframe())
+    # Torch asks where each op is defined, and to answer that inspect looks all modules up, once. None holds this.
+    inspect.getmodule(compile("", "<no module>", "exec"))
     # What is there now stays: forks need not look through it, nor copy the pages that looking writes to.
     gc.collect()
     gc.freeze()

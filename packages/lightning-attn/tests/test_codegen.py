@@ -202,7 +202,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         tokens = replace(decoding, hopper=True)
         yield from recurrent("for sm_90, head sizes of 256", WIDE, 16, replace(tokens, block_e=32), "verify")
         yield from recurrent("for sm_90", MINIMAX, 4, tokens, "verify", "decode")
-        yield from recurrent("for sm_90, lines", MINIMAX, 1, replace(tokens, lines=True), "decode")
+        yield from recurrent("for sm_90, columns", MINIMAX, 1, replace(tokens, lines=False), "decode")
         yield next(branching("for sm_90", MINIMAX, tokens))
         by_roles = plan_prefill(MINIMAX_TP8, "bfloat16", limits, True)
         one = staged(plan_prefill(MINIMAX, "bfloat16", limits, True), MINIMAX, 1)

@@ -41,9 +41,9 @@ class Ended:
     output: str
 
 
-def sessions_of(kind: str) -> list[str]:
-    """The sessions that nox has of this kind: ``test`` has ``test(gdn-split)`` and others."""
-    listed = subprocess.run(["nox", "--list", "--json", "-s", kind], cwd=ROOT, check=True, capture_output=True)
+def sessions_of(*kinds: str) -> list[str]:
+    """The sessions that nox has of these kinds: ``test`` has ``test(gdn-split)`` and others."""
+    listed = subprocess.run(["nox", "--list", "--json", "-s", *kinds], cwd=ROOT, check=True, capture_output=True)
     return [entry["session"] for entry in json.loads(listed.stdout)]
 
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=at_once, help=f"sessions at a time (default {at_once})")
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the table of minutes there too")
     chosen = parser.parse_args(arguments)
-    sessions = in_order(chosen.sessions or [session for kind in KINDS for session in sessions_of(kind)])
+    sessions = in_order(chosen.sessions or sessions_of(*KINDS))
     started = time.monotonic()
     ended: list[Ended] = []
     with ThreadPoolExecutor(chosen.jobs) as pool:

@@ -166,8 +166,8 @@ def minimums(session: nox.Session, package: str) -> None:
     chosen = ["-m", " and ".join(f"not {marker}" for marker in left_out), "-k", "not opcheck and not launches_compile"]
     chosen += [f"--ignore-glob=*/test_{name}.py" for name in files]
     if not has_gpu():
-        # A few cases of each test, and all kernels that are compiled: `test` has all of both.
-        chosen += ["--few-cases", "3"]
+        # Two cases of each test, and all kernels that are compiled: `test` has all of both.
+        chosen += ["--few-cases", "2"]
     suite: list[str | Path] = ["pytest", *at_once(), HOMES[package] / "tests", *chosen, *session.posargs]
     run_installed(session, *suite, **TARGETS_AT_THE_LOWEST)
 

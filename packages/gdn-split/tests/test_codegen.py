@@ -188,7 +188,7 @@ HOPPER = [
     step("step TP1, 4 tokens", TP1, WAITS, 4),
     step("commit r=3, 4 tokens", RATIO_3, WAITS, 4, op="commit"),
     step("step TP1, bfloat16 states", TP1, WAITS, state=torch.bfloat16),
-    prefill("inputs of prefill, r=3", RATIO_3, 8192, WAITS, 0),
+    prefill("inputs of prefill, r=3, no chunks, few rows", RATIO_3, 1000, WAITS, 0),
     prefill("inputs of prefill, few rows", TP1, 1000, WAITS),
     step("step of large heads", LARGE_HEADS, WAITS),
 ]

@@ -408,7 +408,7 @@ def some_sequences(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plan_of_the_longest(q: Tensor, kv: Tensor, seqlens_k: Tensor, block_table: Tensor) -> Any:
-    return plan_of(seqlens_k, max_seqlen_k=seqlens_k.amax().item() + 64)[1:]
+    return plan_of(seqlens_k, max_seqlen_k=seqlens_k.amax().item() + 128)[1:]
 
 
 UNKNOWN: dict[str, tuple[Callable[..., Any], Callable[..., list[Tensor]]]] = {

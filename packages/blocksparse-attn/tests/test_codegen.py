@@ -48,7 +48,6 @@ LIMITS = {
     "sm_90": DeviceLimits(132, 232448, hopper=True),
     "sm_100": DeviceLimits(148, 232448),
     "gfx942": DeviceLimits(304, 65536),
-    "sm_86": DeviceLimits(84, 101376),
     "sm_89": DeviceLimits(142, 101376),
     "sm_120": DeviceLimits(170, 101376),
     "sm_75": DeviceLimits(40, 65536),

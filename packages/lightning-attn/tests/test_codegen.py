@@ -55,7 +55,6 @@ LIMITS = {
 # cores, in more registers than there are.
 SMALL_LIMITS = {
     "sm_75": DeviceLimits(40, 65536),
-    "sm_86": DeviceLimits(84, 101376, bf16=True),
     "sm_89": DeviceLimits(142, 101376, bf16=True),
     "sm_120": DeviceLimits(170, 101376, blackwell=True, dependent_launch=True, bf16=True),
 }

@@ -188,6 +188,8 @@ template <int N> void multiply(const uint32_t *a, uint64_t b, float *c, bool add
 }  // namespace mla
 
 #include "rows_of_keys.cuh"
+#include "weights_of_keys.cuh"
+#include "values_of_keys.cuh"
 
 #include "narrow.cuh"
 

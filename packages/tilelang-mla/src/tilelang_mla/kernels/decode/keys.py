@@ -2,8 +2,8 @@
 
 A producer warpgroup loads keys as they are, 64 to a stage; a thread of it looks a key up. Two warpgroups make the
 weights of two stages at a time, two more multiply the latents by them while the first are at the next two, all by the
-functions of ``rows_of_keys.cuh``. What a work item is, and its partial results, are those of the other decoding
-kernels.
+functions of ``rows_of_keys.cuh``, ``weights_of_keys.cuh`` and ``values_of_keys.cuh``. What a work item is, and its
+partial results, are those of the other decoding kernels.
 """
 
 from pathlib import Path
@@ -18,7 +18,8 @@ from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_half
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
-TEXT = "".join(Path(__file__).with_name(name).read_text() for name in ("rows_of_keys.cuh", "narrow.cuh"))
+_FILES = ("rows_of_keys.cuh", "weights_of_keys.cuh", "values_of_keys.cuh", "narrow.cuh")
+TEXT = "".join(Path(__file__).with_name(name).read_text() for name in _FILES)
 TEXT_OF_HALVES = Path(__file__).with_name("halves.cuh").read_text()
 # Registers of a thread that makes weights, of one that multiplies latents and of the producer, by rows and whether keys
 # are records: five warpgroups start with 96.
@@ -161,7 +162,7 @@ def grouped(S: Any) -> str:
 
 
 def name_of(S: Any, name: str, *constants: Any) -> str:
-    """A function of rows_of_keys.cuh, or of narrow.cuh, for these sizes."""
+    """A function of the texts for widened keys, or of narrow.cuh, for these sizes."""
     shape = (S.rows, S.dim_rope, S.cache == "656", *constants)
     return f"mla::{'narrow::' if S.narrow else ''}{name}<{', '.join(str(value).lower() for value in shape)}>"
 
@@ -172,7 +173,7 @@ def at(T: Any, place: Any) -> Any:
 
 
 def call(T: Any, name: str, *arguments: Any) -> Any:
-    """Call a function of rows_of_keys.cuh."""
+    """Call a function of these texts."""
     return T.call_extern("handle", name, *arguments)
 
 

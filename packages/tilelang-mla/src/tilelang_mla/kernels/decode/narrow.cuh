@@ -1,4 +1,5 @@
-// The functions of rows_of_keys.cuh for keys of one scale and q in bfloat16, by MMAs of 8 bits: no key is widened.
+// The functions of weights_of_keys.cuh and values_of_keys.cuh for keys of one scale and q in bfloat16, by MMAs of 8
+// bits: no key is widened.
 //
 // Rows of q, and weights, are two numbers of e4m3 each: the nearest, and what that leaves. Between them they have the 8
 // bits of bfloat16, q all of them. Tensor cores keep 13 bits of a sum of products of 8 bits: sums of 128 elements of a

@@ -649,6 +649,10 @@ def test_validate_values_takes_new_tokens_that_need_no_room_and_asks_for_it_wher
         q, _, _, *rest = batch.inputs
         with pytest.raises(ValueError, match=r"^seqlens_k\[0\] must be from 9 .* to 16 .*, got 25$"):
             prefix_prefill.prefix_prefill(q, None, None, *rest, **batch.options)
+        q, _, _, *rest = tensors.batch([(0, 40), (16, 9)], extra_columns=0).inputs
+        wanted = "of columns for at least 40 keys, the new tokens of sequence 0"
+        with pytest.raises(ValueError, match=f"^block_table must be {wanted}, got room for 16$"):
+            prefix_prefill.prefix_prefill(q, None, None, *rest, **batch.options)
 
 
 # Without that check such values are clamped.

@@ -34,6 +34,9 @@ def check_values(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names 
         # Where every key is seen a sequence may have none at all, a part of one that is shared: 0 and -inf.
         nothing = total == 0 and not new_kv and numbers.right < 0
         least = 0 if shared else new
+        if least > most and not nothing:
+            wanted = f"of columns for at least {least} keys, the new tokens of sequence {sequence}"
+            fail(names.block_table, wanted, f"room for {capacity}")
         if not least <= total <= most and not nothing:
             own = "" if shared else " (the sequence's new tokens)"
             wanted = f"from {least}{own} to {most} (with what {names.block_table} has room for)"

@@ -13,6 +13,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -604,6 +605,31 @@ def test_counters_of_streams_and_of_captured_calls_are_apart(device) -> None:
     assert not any(place % 16 for place in set.union(*places))
     assert len(set.union(*places)) == sum(map(len, places))
     assert not any(int(counter[0]) for counter in captured)
+
+
+def test_counters_that_graphs_were_given_outlive_the_last_one(monkeypatch) -> None:
+    """A graph holds an address alone."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    zeros, capturing = torch.zeros, False
+
+    def seen(*size: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        found = zeros(*size, dtype=dtype)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(torch, "zeros", seen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    counters = launch.Counters(SimpleNamespace(type="cuda", index=0))  # type: ignore[arg-type]
+    eager = {counters.new().data_ptr() for _ in range(200)}
+    capturing = True
+    found = [counters.new().data_ptr() for _ in range(5000)]
+    given = set(found[: launch._MOST_CAPTURED])
+    assert len(given) == launch._MOST_CAPTURED
+    assert not given & (eager | set(found[launch._MOST_CAPTURED :]))
+    assert made[0]() is not None
 
 
 @gpu

@@ -116,8 +116,8 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
     slots = num_slots(problem, plan)
     grid = (programs_of(problem, plan), 1, 1)
     if plan.as_free:
-        # Two items or fewer for each program are dealt out in a fixed order, which slots without a tile upset: with
-        # more of these at the end there are more items.
+        # The kernel deals out two items or fewer for each program in a fixed order, in which slots without a tile leave
+        # some programs two tiles and others none. With more such slots, at the end, there are more items than that.
         at_once = min(grid[0], persistent_programs(device))
         slots = max(slots, 2 * at_once // (problem.num_heads * plan.num_splits) + 1)
     table_stride = 0 if forms.block_table is None else forms.block_table.stride()[0]
@@ -331,9 +331,10 @@ class Counters:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._alone = device.type != "cuda" or torch.cuda.device_count() == 1
-        # By stream.
+        # By stream, and for captured calls. Graphs hold an address alone: all that they were given is kept.
         self._made: dict[int, Iterator[Tensor]] = {}
         self._for_graphs: Iterator[Tensor] = iter(())
+        self._kept: list[Tensor] = []
 
     def new(self) -> Tensor:
         if self._alone:
@@ -346,16 +347,18 @@ class Counters:
             return torch.zeros(1, dtype=torch.int32, device=self._device)
         if torch.cuda.is_current_stream_capturing():
             one = next(self._for_graphs, None)
-            # A graph of a process that has called nothing before zeroes it at each replay.
+            # Of a process that has called nothing before, or captured very many: the graph zeroes one at each replay.
             return torch.zeros(1, dtype=torch.int32, device=self._device) if one is None else one
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         made = self._made.get(stream)
         if made is None:
-            if not self._made:
+            if not self._kept:
                 memory = self._zeros(_MOST_CAPTURED)
-                self._for_graphs = (memory[number] for number in range(_MOST_CAPTURED))
                 # Once in a process: a graph may be replayed on a stream that has not waited for this one.
                 torch.cuda.current_stream().synchronize()
+                self._kept.append(memory)
+                # No generator, which two threads may not ask at once.
+                self._for_graphs = map(memory.__getitem__, range(_MOST_CAPTURED))
             if len(self._made) >= _MOST_STREAMS:
                 self._made.pop(next(iter(self._made)))
             # As many as may be under way, were a stream's name given to another one.

@@ -130,22 +130,25 @@ def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, si
 
 @pytest.mark.parametrize(("dtype", "size", "segment", "lengths"), [
     (torch.bfloat16, 64, 64, [1] * 6), (torch.bfloat16, 64, 64, [1, 70, 1, 0, 1]),
-    (torch.bfloat16, 64, 64, [1, 0, 1, 70, 0, 4, *[0] * 70]), (torch.float16, 72, 0, [1] * 6),
+    (torch.bfloat16, 64, 64, [1, 0, 1, 65, 0, 4, *[0] * 70]), (torch.float16, 72, 0, [1] * 6),
     (torch.float16, 72, 0, [2, 1, 0, 1, 1, 1]), (torch.float32, 40, 64, [2, 1, 0, 1, 1, 1]),
     (torch.float32, 40, 64, [1, 70, 1, 0, 1]),
 ])  # fmt: skip
 def test_tokens_that_are_taken_apart_have_the_same_bits(
     tensors, kernels, monkeypatch, shadows, dtype, size, segment, lengths
 ) -> None:
-    """All, some of as many rows, and none of a batch that has more; padding among them."""
+    """All, some of as many rows, and none of a batch that has more; padding and rows of no sequence among them."""
     monkeypatch.setattr(apart, "MOST_ROUND", 6 if dtype == torch.float32 else 3)
     hopper_apart = shadows[-4]
     monkeypatch.setattr(hopper_apart, "TOGETHER", hopper_apart.gl.constexpr(4))
-    slots, initial = [3, 7, 1, -1, 0, 2, *range(10, 80)], [True, False, True, True, True, True, *[True] * 70]
+    slots, initial = [-1, 7, 1, 3, 0, 2, *range(10, 80)], [True, False, True, True, True, True, *[True] * 70]
     batch = tensors.ragged(
         lengths, heads=(1, 2), sizes=(size, 72), dtype=dtype, slots=slots[: len(lengths)], num_slots=80,
-        initial=initial[: len(lengths)],
+        initial=initial[: len(lengths)], rows_after=max(0, len(lengths) - sum(lengths)),
     )  # fmt: skip
+    if len(lengths) > 6:
+        # The first row is of none either.
+        batch.cu_seqlens[0] = 1
     before = batch.pool.tensor.clone()
     found = []
     plan = PrefillPlan(64, 64, segment, 4, 2, 128 if size > 64 else 64, True)

@@ -111,7 +111,7 @@ def nth_of_others(batch, i_w, sizes: gl.constexpr):
     o_n = numbers(sizes)
     before = passed
     i_n = gl.to_tensor(0).to(gl.int32)
-    for i in gl.static_range(7):
+    for i in gl.static_range(7):  # TOGETHER is 2^7.
         count = gl.sum(gl.where(o_n < i_n + (TOGETHER >> (i + 1)), segments, 0), axis=0)
         is_behind = before + count <= i_w
         i_n = gl.where(is_behind, i_n + (TOGETHER >> (i + 1)), i_n)

@@ -1,4 +1,5 @@
-// rows_of_keys.cuh and narrow.cuh on a CPU: 512 threads, WGMMA by its definition of fragments and swizzles, beside float64.
+// rows_of_keys.cuh, what is behind it, and narrow.cuh on a CPU: 512 threads, WGMMA by its definition of fragments and
+// swizzles, beside float64.
 // Prints what was run, the largest error of a row relative to its largest value, and that of lse.
 
 #include <algorithm>

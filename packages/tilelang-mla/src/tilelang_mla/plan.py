@@ -40,13 +40,13 @@ _LATENT, _ROPE, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 64, 128, 64, 5
 _FEW_ROWS = 32
 # Rows of the kernel that widens no key; and elements of q side by side, two numbers of 8 bits each.
 _NARROW, _LINE = 16, 128
-# Pieces of a row have at least 32 bytes: of 64 elements that is as many pieces. And those of all rows on an SM, where
-# others may have one part.
+# Pieces of a row, of 32 bytes or more: of 64 elements as many. And the fewest where one may have most of the parts.
 _MOST_PIECES, _PIECES = 16, 4
 # Blocks of keys from which on one sequence may have most of the parts, so that rows are cut though others may have one:
 # one of 100000 keys among 63 of up to 1000 takes 105 us for 128 at 64 heads, 84 for 91 at 16 (H100).
 _LONG = 256
-# Programs of the combine kernel on an SM; at once, or SMs that are free first would have all; sequences that one finds.
+# Programs of the combine kernel on an SM, at most; those that run at once, of which fewer would all be on the SMs that
+# are free first; and sequences of a program.
 _MERGING, _MERGED_AT_ONCE, _MERGED_BY_ONE = 16, 9, 32
 # Keys up to which a sequence is left whole: starting the kernel that merges takes longer than a block of keys.
 _SHORT = 128

@@ -167,7 +167,7 @@ def merge_program(T, C, tensors, numbers, i_program):
     if not serial:
         T.annotate_min_blocks_per_sm(_PROGRAMS)
         if numbers.scheduled == SHARED:
-            # Programs of the kernel ahead write down how they have cut the batch; else that is known before they end.
+            # Programs of the kernel ahead write down how they cut the batch; any other cut was there before they began.
             T.pdl_sync()
     merged = T.alloc_local((_MERGED,), T.float32)
     loaded = T.alloc_local((_AT_ONCE * _MERGED,), T.float32)

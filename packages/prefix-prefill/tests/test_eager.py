@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -406,3 +408,29 @@ def test_calls_whose_addresses_come_again_start_what_they_started(device, hopper
     others = starts()
     assert others != wanted
     assert starts() == starts() == others
+    # However many addresses come, few are kept, and calls start what they started.
+    monkeypatch.setattr(batches, "_MOST_AGAIN", 3)
+    kept = [server.q]
+    for _ in range(4):
+        server.q = server.q.clone()
+        kept.append(server.q)
+        assert starts() == starts() == starts()
+        assert len(batches._again) <= 3
+
+
+@pytest.mark.parametrize("columns", [20, 200], ids=["few keys", "in pieces"])
+def test_a_call_of_the_op_keeps_no_memory(device, hopper, columns) -> None:
+    """CUDA graphs that torch.compile makes own all that is allocated under them, and refuse what stays."""
+    server = Server(device)
+    seen: list[weakref.ref[Tensor]] = []
+
+    def noted(_: Launch, *tensors: Tensor | None) -> None:
+        seen.extend(weakref.ref(tensor) for tensor in tensors if tensor is not None)
+
+    with patch.object(Launch, "__call__", noted):
+        prefix_prefill.prefix_prefill(**server.arguments(3, 3, 1, columns))
+    gc.collect()
+    # With memory of the call's own.
+    assert len(seen) >= 10
+    alive = [tensor for known in seen if (tensor := known()) is not None]
+    assert [tensor.shape for tensor in alive if all(tensor is not cache for cache in server.cache)] == []

@@ -17,7 +17,7 @@ from prefix_prefill.problem import DeviceLimits as DeviceLimits
 from prefix_prefill.problem import Problem as Problem
 from prefix_prefill.problem import is_gathered as is_gathered
 from prefix_prefill.problem import is_packed as is_packed
-from prefix_prefill.problem import is_worth_widening, may_be_widened
+from prefix_prefill.problem import is_worth_widening, may_be_widened, rows_of_a_sequence
 from prefix_prefill.tiles import (
     has_few_tiles,
     head_tiles,
@@ -38,7 +38,6 @@ from prefix_prefill.two_programs import (
     is_capped_by_warps_of_one,
     is_plain,
     keys_of_two,
-    rows_of_a_sequence,
 )
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).

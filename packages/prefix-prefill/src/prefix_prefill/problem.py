@@ -114,6 +114,11 @@ def is_packed(problem: Problem) -> bool:
     return problem.page_layout == "x-packed"
 
 
+def rows_of_a_sequence(problem: Problem) -> int:
+    """The most that one has, each a query head of a token."""
+    return max(1, min(problem.max_seqlen_q, problem.tokens)) * problem.group
+
+
 def may_be_widened(problem: Problem) -> bool:
     """Whether a kernel of its own may widen the cache before, for the one for sm_90."""
     other = problem.new_kv or problem.token_scales or problem.quantize_q or problem.alibi or problem.left >= 0

@@ -5,7 +5,7 @@ other multiplies, for which each has half of the registers and of shared memory.
 from __future__ import annotations
 
 from kernel_reference.integers import cdiv
-from prefix_prefill.problem import Problem, is_gathered, is_packed
+from prefix_prefill.problem import Problem, is_gathered, is_packed, rows_of_a_sequence
 
 # Of windows up to so many keys tiles are of 64 rows, and two programs share an SM: one's queries come and results go
 # while the other multiplies. 4 x 512 behind 16384, window 128, heads of 64 and 128, 45.7 and 31.3 us on an H100, not
@@ -28,8 +28,10 @@ def keys_of_two(problem: Problem) -> int:
 
 
 def is_capped_by_two(problem: Problem, few: bool, programs: int) -> bool:
-    """Whether scores are capped, in more instructions than one consumer an SM has time for: 8 drafts of 5 behind 17 to
-    50000, heads of 64, 55.5 us on an H200, so 75.0. ``few``: rows, or tiles; or tiles that are left whole.
+    """Whether scores are capped, in more instructions than one consumer an SM has time for, of so few rows or tiles, or
+    of tiles that are left whole: 8 drafts of 5 behind 17 to 50000, heads of 64, 55.5 us on an H200, by one 75.0.
+
+    few: whether a sequence has few rows, or a batch few tiles.
     """
     capped = problem.softcap > 0 and problem.largest_head <= 128 and is_plain(problem)
     return capped and (few or has_whole_tiles_by_two(problem, programs))
@@ -37,7 +39,8 @@ def is_capped_by_two(problem: Problem, few: bool, programs: int) -> bool:
 
 def has_whole_tiles_by_two(problem: Problem, programs: int) -> bool:
     """Whether capped rows of a window fill so many tiles of 64 that two programs an SM take about one each. Not cut,
-    those that have their keys in common read them at the same time.
+    those that have their keys in common read them at the same time. Of a sequence they are an odd number: of an even
+    one, tiles of 128 leave no half empty.
 
     us on an H200, 64 / 8 heads of 96, window 4096, by tiles of 128 rows, of 64, and of 64 whole: 6 x 33 135, 84 and 78,
     8 x 33 183, 151 and 129; of 128 126, 92 and 86, 167, 182 and 147, but 16 x 33 241, 259 and 255. Of 64 4 x 33 54 and
@@ -49,11 +52,6 @@ def has_whole_tiles_by_two(problem: Problem, programs: int) -> bool:
         return False
     tiles = problem.sequences * cdiv(rows, 64) * problem.num_heads_kv
     return 7 * programs <= 4 * tiles <= 10 * programs
-
-
-def rows_of_a_sequence(problem: Problem) -> int:
-    """The most that one has, each a query head of a token."""
-    return max(1, min(problem.max_seqlen_q, problem.tokens)) * problem.group
 
 
 def has_short_tiles_of_64(problem: Problem, programs: int) -> bool:

@@ -38,9 +38,8 @@ _TENSORS = len(PrefillTensors._fields)
 def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Sized:
     """A launch of the kernel for sm_90, which may leave tiles in parts, and one that merges them."""
     if plan.num_splits == 1:
-        # Of a workspace's type where the kernel takes one: it says there that nothing is in parts.
-        nothing = _nothing_in_parts(device) if may_be_in_parts(plan) else None
-        return lambda batch: _without_pieces(attend(batch), nothing)
+        noted_on = device if may_be_in_parts(plan) else None
+        return lambda batch: _without_pieces(attend(batch), noted_on)
     from prefix_prefill.kernels.hopper.merging import MergeConfig, merge_pieces
 
     problem = first.problem
@@ -89,29 +88,33 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
     return sized
 
 
-def _without_pieces(attend: Run, nothing: Tensor | None) -> Run:
-    part = None if nothing is None else nothing.view(torch.float32)
+def _without_pieces(attend: Run, noted_on: torch.device | None) -> Run:
+    """noted_on: where the kernel takes a workspace, in which it says that nothing is in parts; None: it takes none."""
+    new_noted = None if noted_on is None else _scratch((1, _ENTRY), torch.int64, noted_on)
 
     def run(*tensors: Tensor | None) -> None:
-        attend(*tensors[:_TENSORS], part, part, nothing, *tensors[_TENSORS:])
+        noted = None if new_noted is None else new_noted()
+        part = None if noted is None else noted.view(torch.float32)
+        attend(*tensors[:_TENSORS], part, part, noted, *tensors[_TENSORS:])
 
-    # No address where compiling alone is asked for, whose tensors have no memory.
-    pieces = 3 * (None if nothing is None or nothing.is_meta else nothing.data_ptr(),)
+    def pieces() -> tuple[int | None, ...]:
+        return 3 * (None if noted_on is None else _nothing_in_parts(noted_on).data_ptr(),)
 
     def at(*pointers: int | None) -> bool:
-        return attend.at(*pointers, *pieces)
+        return attend.at(*pointers, *pieces())
 
     def again(*pointers: int | None) -> Callable[..., bool] | None:
         begin = attend.again(*pointers)
-        return None if begin is None else partial(begin, pieces)
+        return None if begin is None else partial(begin, pieces())
 
     return Run(run, at, again)
 
 
 @lru_cache
 def _nothing_in_parts(device: torch.device) -> Tensor:
-    """One for all calls on a device, into which every one writes the same, and of which nobody reads: memory of its own
-    would take each call 1 us.
+    """One for all calls past the dispatcher, into which every one writes the same, and of which nobody reads: memory of
+    its own would take each call 1 us. Calls of the op have some: torch.compile's CUDA graphs own what is allocated
+    under them, and refuse what stays.
     """
     return torch.empty((1, _ENTRY), dtype=torch.int64, device=device)
 

@@ -61,10 +61,11 @@ def test_a_constant_of_device_code_has_one_value_under_its_name(package: Path) -
     for file in package.glob("src/*/**/*.py"):
         for node in ast.parse(file.read_text()).body:
             match node:
-                case ast.AnnAssign(
-                    target=ast.Name(id=name), value=ast.Call(func=ast.Attribute(attr="constexpr")) as value
-                ):
-                    values.setdefault(name, set()).add(ast.unparse(value.args[0]))
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(function, [value]))
+                    | ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(function, [value]))
+                ) if ast.unparse(function).endswith("constexpr"):
+                    values.setdefault(name, set()).add(ast.unparse(value))
     assert {name: found for name, found in values.items() if len(found) > 1} == {}
 
 

@@ -207,7 +207,8 @@ class PreparedLaunches:
 
 def _guards(tensors: tuple[Tensor | None, ...], free: Mapping[int, Free] | None = None) -> _Looks:
     """Whether tensors look like these: of the same sizes, strides, dtypes, devices, kinds; and None where these are."""
-    there, absent = ([i for i, x in enumerate(tensors) if (x is None) is missing] for missing in (False, True))
+    there = [i for i, x in enumerate(tensors) if x is not None]
+    absent = [i for i, x in enumerate(tensors) if x is None]
     if _TensorGuards is None or not there:
         return _nothing_looks_alike
     given = [x for x in tensors if x is not None]
@@ -226,9 +227,10 @@ def _guards(tensors: tuple[Tensor | None, ...], free: Mapping[int, Free] | None 
 
 
 def _getter(positions: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """What takes what stands there, as a tuple."""
+    """What takes the tensors at these positions, as a tuple."""
     if len(positions) > 1:
         return itemgetter(*positions)
+    # An itemgetter of one position returns no tuple, and there is none of no position.
     return lambda tensors: tuple([tensors[position] for position in positions])
 
 

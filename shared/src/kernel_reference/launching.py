@@ -141,8 +141,8 @@ class Launch:
         return self._kept.starter.but_last(self.grid, pointers, self.rest)
 
     def again(self, *pointers: int | None) -> Callable[[Any], bool] | None:
-        """What :meth:`at` does with these addresses, which have come again, and with the last of the kernel's arguments
-        that ``group`` makes, in place of its own. None where :meth:`at` would start nothing.
+        """What :meth:`at` does with these addresses, which have come again, and with what it is called with in place of
+        the last argument that ``group`` makes. None where :meth:`at` would start nothing, or there is no ``group``.
         """
         maps = self._kept_maps(pointers[: len(self.boxes)])
         if maps is None or self.group is None or not self.is_ready():

@@ -103,7 +103,7 @@ def next_work(channels, lists, work, turn, n, pieces, items, config: gl.constexp
     after = turn * 2 * programs - 1 - work
     if config.AS_FREE:
         # Where rows that follow one another list different blocks, items of a fixed order add up to 1.27 of an even
-        # share. Results do not depend on which program takes an item. Of two for each program it is as good.
+        # share. Results do not depend on which program takes an item. With two or fewer each, the order is fixed.
         several = items > 2 * programs
         if not config.TABLE:
             # Of many, the last ones matter little.

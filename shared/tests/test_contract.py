@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from kernel_reference.memory import lasting
 from kernel_reference.testing import contract
 
 library = torch.library.Library("kernel_reference_contract_test", "DEF")
@@ -241,6 +243,36 @@ def test_a_copy_to_the_host_fails() -> None:
     with pytest.raises(AssertionError, match="waits for the GPU"):
         contract.check_no_host_sync(lambda: x.sum().item())
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.torch_compile
+def test_memory_that_a_call_keeps_is_refused_by_graphs_of_torch_compile_unless_it_lasts() -> None:
+    def keeping(name: str, make: Callable[..., torch.Tensor]) -> Any:
+        kept: list[torch.Tensor] = []
+
+        @torch.library.custom_op(f"{library.ns}::{name}", mutates_args=())
+        def add_kept(x: torch.Tensor) -> torch.Tensor:
+            if not kept:
+                kept.append(make(lambda: torch.ones(1, device=x.device), x.device))
+            return x + kept[0]
+
+        add_kept.register_fake(torch.empty_like)
+        return add_kept
+
+    calls = [[torch.randn(rows, 8, device="cuda")] for rows in (2, 3)]
+    contract.check_compiled_graphs(keeping("add_lasting", lasting), *calls)
+    with pytest.raises(RuntimeError, match="in the cudagraph pool not tracked as outputs"):
+        contract.check_compiled_graphs(keeping("add_kept", lambda make, device: make()), *calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.torch_compile
+def test_a_call_that_torch_compile_cannot_capture_fails() -> None:
+    calls = [[torch.randn(rows, 8, device="cuda")] for rows in (2, 2)]
+    contract.check_compiled_graphs(lambda x: x.add_(1), *calls, static=[0])
+    with pytest.raises(AssertionError, match="captured nothing"):
+        contract.check_compiled_graphs(lambda x: x.add_(1), *calls)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")

@@ -118,6 +118,38 @@ def check_cuda_graph(fn: Callable[..., Any], make_inputs: Callable[[int], Inputs
         _compare(static, fresh, f"replay {seed}, after it: input")
 
 
+def check_compiled_graphs(fn: Callable[..., Any], *calls: Inputs, static: Iterable[int] = ()) -> None:
+    """Under ``torch.compile(mode="reduce-overhead")``, whose CUDA graphs own all that is allocated under them, ``fn``
+    gives the bits of plain calls: each of ``calls`` is warmed up, captured and replayed.
+
+    static: positions of tensors that calls write. The first call's serve all, each as the last one left it. Without
+    gradients. Needs a GPU.
+    """
+    from torch._inductor.cudagraph_trees import get_manager
+
+    _check_function("fn", fn)
+    calls = tuple(_checked(f"calls[{position}]", inputs) for position, inputs in enumerate(calls))
+    _require_gpu("check_compiled_graphs")
+    torch.compiler.reset()
+    compiled = torch.compile(fn, fullgraph=True, mode="reduce-overhead")
+    plain = {at: _twin(_tensor_of("static", at, calls[0])) for at in static}
+    own = {at: _twin(tensor) for at, tensor in plain.items()}
+    for tensor in own.values():
+        torch._dynamo.mark_static_address(tensor)
+    with torch.no_grad():
+        for turn, inputs in enumerate(inputs for inputs in calls for _ in ("warm-up", "capture", "replay")):
+            given, wanted = ([kept.get(at, value) for at, value in enumerate(_twins(inputs))] for kept in (own, plain))
+            torch.compiler.cudagraph_mark_step_begin()
+            actual = compiled(*given)
+            # Behind it, so that what a first call makes ready is made ready in the warm-up.
+            expected = fn(*wanted)
+            _compare(actual, expected, f"turn {turn}:")
+            _compare(given, wanted, f"turn {turn}, after it: input")
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    if manager is None or not any(manager.get_roots()):
+        raise AssertionError("torch.compile captured nothing, as where arguments that are not static are written")
+
+
 def check_deterministic(fn: Callable[[], Any], *, runs: int = 5) -> None:
     """``fn()`` gives the same bits in every one of ``runs`` calls (>= 2)."""
     _check_function("fn", fn)

@@ -141,11 +141,9 @@ MLA_DEVICE void weigh(
     if (ends) x = key < limits[row] ? x : -INFINITY, y = key + 4 < limits[row] ? y : -INFINITY;
     most[i] = fmaxf(x, y);
   }
-  over_keys<N>(most, [](float x, float y) { return fmaxf(x, y); }, l);
-  int own = own_row<N>(l);
   // Who is late still reads those of the block before.
   float *by_warp = of_rows.seen + parity * 8 * N;
-  by_warp[8 * own + 4 * l.group + l.warp] = most[0], by_warp[8 * own + 8 + 4 * l.group + l.warp] = most[1];
+  tell_highest<N>(by_warp, most, l);
   together();
   const float *before = of_rows.highest + parity * N;
   float *after = of_rows.highest + (parity ^ 1) * N, *rescales = of_rows.rescale + buffer * N;
@@ -157,10 +155,7 @@ MLA_DEVICE void weigh(
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       int row = 8 * j + 2 * l.t + e;
-      const float4 *seen = reinterpret_cast<const float4 *>(by_warp + 8 * row);
-      float4 a = seen[0], b = seen[1];
-      float most = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
-      most = fmaxf(most, FLOOR);
+      float most = fmaxf(highest_of(by_warp, row), FLOOR);
       float highest = before[row], rescale = 1.f;
       if (most > highest + HEADROOM) rescale = power(highest - most), highest = most;
       float of_block = power(most - highest + LIFT - TOP);

@@ -109,6 +109,19 @@ template <int N, class Combine> MLA_DEVICE void over_keys(float *x, Combine comb
   }
 }
 
+// Each warp tells the highest of its keys of each row, in by_warp [row, warp].
+template <int N> MLA_DEVICE void tell_highest(float *by_warp, float *most, Lane l) {
+  over_keys<N>(most, [](float x, float y) { return fmaxf(x, y); }, l);
+  int own = own_row<N>(l);
+  by_warp[8 * own + 4 * l.group + l.warp] = most[0], by_warp[8 * own + 8 + 4 * l.group + l.warp] = most[1];
+}
+// The highest of a row's, of all warps.
+MLA_DEVICE float highest_of(const float *by_warp, int row) {
+  const float4 *seen = reinterpret_cast<const float4 *>(by_warp + 8 * row);
+  float4 a = seen[0], b = seen[1];
+  return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+}
+
 // Of a warp's 16 keys the largest scale of a group of latents, of which a thread has that of two keys.
 MLA_DEVICE float largest_scale(float most) {
 #pragma unroll
@@ -168,10 +181,9 @@ MLA_DEVICE void weigh(
   float *rescales = of_rows.rescale + buffer * N;
   int own = own_row<N>(l);
   if (together(rises)) {
-    over_keys<N>(most, [](float x, float y) { return fmaxf(x, y); }, l);
     // Who is late still reads those of the block before.
     float *by_warp = of_rows.seen + parity * 8 * N, *scales_seen = of_rows.scales_seen + 32 * parity;
-    by_warp[8 * own + 4 * l.group + l.warp] = most[0], by_warp[8 * own + 8 + 4 * l.group + l.warp] = most[1];
+    tell_highest<N>(by_warp, most, l);
     if (S::GROUPED) {
       largest = largest_scale(largest);
       if (l.g == 0) scales_seen[4 * (4 * l.group + l.warp) + l.t] = largest;
@@ -180,10 +192,7 @@ MLA_DEVICE void weigh(
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
       int row = 8 * (i / 2) + 2 * l.t + i % 2;
-      const float4 *seen = reinterpret_cast<const float4 *>(by_warp + 8 * row);
-      float4 a = seen[0], b = seen[1];
-      float of_all = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
-      float highest = known[row], by = 1.f;
+      float of_all = highest_of(by_warp, row), highest = known[row], by = 1.f;
       if (of_all > highest + HEADROOM) by = power(highest - of_all), highest = of_all;
       read_by_warp();
       if (l.g == 0) known[row] = highest;

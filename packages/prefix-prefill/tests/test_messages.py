@@ -62,6 +62,12 @@ def test_pages_taken_for_heads_that_do_not_divide_the_queries_name_the_layout(de
         prefix_prefill.prefix_prefill(q, None, None, k_cache, v_cache, *lengths, max_seqlen_q=5)
 
 
+def test_queries_that_no_layout_would_fit_name_none(device) -> None:
+    [q, k, v], lengths = batch(device)
+    with pytest.raises(ValueError, match=rf"^q must be of a multiple of the {HEADS_KV} kv heads, got 3 heads$"):
+        prefix_prefill.prefix_prefill(q[:, :3], k, v, *caches_in("NHD", device), *lengths, max_seqlen_q=5)
+
+
 @pytest.mark.parametrize("given", ["NHD", "HND"])
 def test_the_drop_in_says_which_layout_of_prefix_prefill_its_caches_would_fit(device, given: str) -> None:
     new, lengths = batch(device)

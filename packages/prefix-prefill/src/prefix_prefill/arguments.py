@@ -348,7 +348,7 @@ def _fitting(q: Tensor, k_cache: Tensor, v_cache: Tensor, num_heads_kv: int | No
     for page_layout in LAYOUTS:
         if k_cache.ndim == (5 if page_layout == "x-packed" else 4) and min(k_cache.shape[1:]) > 0:
             _, _, heads, head_dim = sizes_of(k_cache, page_layout)
-            right = heads == num_heads_kv if num_heads_kv else q.shape[1] % heads == 0
+            right = heads == (num_heads_kv or heads) and q.shape[1] % heads == 0
             if right and head_dim == q.shape[2] and tuple(v_cache.shape) == _values_of(k_cache, page_layout, head_dim):
                 found.append(f'page_layout="{page_layout}"')
     if not found:

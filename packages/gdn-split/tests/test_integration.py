@@ -600,6 +600,25 @@ def test_a_captured_graph_replays_the_bits_of_plain_calls(
 
 
 @gpu
+@pytest.mark.torch_compile
+@pytest.mark.parametrize(
+    ("function", "inputs", "static"),
+    [
+        (split, projections, ()),
+        (convolve, convolution, (2,)),
+        (step, layer, (2, 5)),
+        (verify, drafts, ()),
+        (commit, accepted_drafts, (2, 5)),
+    ],
+    ids=["split", "split_conv1d_update", "gdn_decode_step", "gdn_verify", "gdn_commit"],
+)
+def test_graphs_that_torch_compile_captures_replay_the_bits_of_plain_calls(
+    device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]], static: tuple[int, ...]
+) -> None:
+    contract.check_compiled_graphs(function, inputs(device, 5), inputs(device, 3), inputs(device, 4), static=static)
+
+
+@gpu
 @every_function_on_a_gpu
 def test_no_call_waits_for_the_gpu(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]

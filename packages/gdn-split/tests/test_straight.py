@@ -151,16 +151,18 @@ def test_addresses_that_are_kept_are_so_many_at_most(monkeypatch: pytest.MonkeyP
     assert at == {(2,): bool}
 
 
-def test_counters_that_a_stream_may_not_have_made_yet_are_not_settled() -> None:
+def test_counters_of_a_pool_are_found_once_made_unless_they_are_too_few() -> None:
     from gdn_split.step.launch import Counters
 
     pool, counters = torch.zeros(4), Counters()
-    assert counters.settled(pool, 2) is None
+    assert counters.found(pool, 2) is None
     made = counters.of(pool, 2)
-    assert counters.settled(pool, 2) is made
-    assert counters.settled(pool, 3) is None
-    counters._found[(pool.data_ptr(), pool.device)] = made, object()  # type: ignore[assignment]
-    assert counters.settled(pool, 2) is None
+    assert counters.found(pool, 2) is counters.of(pool, 1) is made
+    assert counters.found(pool, 3) is None
+    more = counters.of(pool, 3)
+    assert counters.found(pool, 2) is more is not made
+    # Graphs hold an address alone.
+    assert [*map(id, counters._kept)] == [id(made), id(more)]
 
 
 class Nothing(TorchDispatchMode):

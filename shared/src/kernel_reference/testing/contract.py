@@ -147,7 +147,9 @@ def check_compiled_graphs(fn: Callable[..., Any], *calls: Inputs, static: Iterab
             _compare(given, wanted, f"turn {turn}, after it: input")
     manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     if manager is None or not any(manager.get_roots()):
-        raise AssertionError("torch.compile captured nothing, as where arguments that are not static are written")
+        raise AssertionError(
+            "torch.compile captured nothing: no kernel runs, or arguments that are not static are written"
+        )
 
 
 def check_deterministic(fn: Callable[[], Any], *, runs: int = 5) -> None:

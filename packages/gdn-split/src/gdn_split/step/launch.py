@@ -17,6 +17,7 @@ from gdn_split.plan import StepPlan, StepProblem, plan_step
 from gdn_split.tensors import Commit, Step
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, launch_nothing
+from kernel_reference.memory import lasting
 
 Tensor = torch.Tensor
 
@@ -30,42 +31,24 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, torch.device], tuple[Tensor, torch.cuda.Event | None]] = {}
-        self._outgrown: list[Tensor] = []
+        self._found: dict[tuple[int, torch.device], Tensor] = {}
+        self._kept: list[Tensor] = []
 
     def of(self, pool: Tensor, count: int) -> Tensor:
         """At least ``count`` counters for this pool."""
-        key = (pool.data_ptr(), pool.device)
-        counters, made = self._found.get(key, (None, None))
-        if counters is not None and made is None and counters.shape[0] >= count:
-            return counters
-        if pool.device.type != "cuda":
-            if counters is None or counters.shape[0] < count:
-                counters = torch.zeros(count, dtype=torch.int32, device=pool.device)
-                self._found[key] = counters, None
-            return counters
-        # Another stream may have only begun to make them. While a graph is captured that cannot be asked, and what is
-        # made is the graph's own: zeros in each replay.
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(count, dtype=torch.int32, device=pool.device)
-        if counters is None or counters.shape[0] < count:
-            if counters is not None:
-                self._outgrown.append(counters)
-            counters = torch.zeros(count, dtype=torch.int32, device=pool.device)
-            made = torch.cuda.Event()
-            made.record()
-        elif made is not None:
-            if made.query():
-                made = None
-            else:
-                made.wait()
-        self._found[key] = counters, made
-        return counters
+        found = self.found(pool, count)
+        if found is None:
+            found = lasting(lambda: torch.zeros(count, dtype=torch.int32, device=pool.device), pool.device)
+            # While a graph is captured, what is made is the graph's own: zeros in each replay.
+            if not (pool.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._kept.append(found)
+                self._found[pool.data_ptr(), pool.device] = found
+        return found
 
-    def settled(self, pool: Tensor, count: int) -> Tensor | None:
-        """These counters, if any stream may use them from now on without a look."""
-        found, made = self._found.get((pool.data_ptr(), pool.device), (None, None))
-        return found if found is not None and made is None and found.shape[0] >= count else None
+    def found(self, pool: Tensor, count: int) -> Tensor | None:
+        """These, if they are made."""
+        found = self._found.get((pool.data_ptr(), pool.device))
+        return found if found is not None and found.shape[0] >= count else None
 
 
 counters = Counters()
@@ -110,10 +93,10 @@ class StepLaunch:
             return None
         arrived = None
         if self._count:
-            settled = counters.settled(conv_state, self._count)
-            if settled is None:
+            found = counters.found(conv_state, self._count)
+            if found is None:
                 return None
-            arrived = settled.data_ptr()
+            arrived = found.data_ptr()
         return self._run.but_last(*in_order(self._problem, (*addresses, None), arrived, None)[:-1])
 
     def _beside(self, conv_state: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -26,9 +26,9 @@ from lightning_attn.trees import launch as tree_launch
 pytestmark = pytest.mark.simulated
 
 KERNELS = (
-    "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_step", "hopper_chain", "chunked", "recurrent", "trees",
-    "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts", "hopper_float32_step",
-    "hopper_apart", "hopper", "hopper_tokens", "hopper_float32",
+    "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_apart", "hopper_step", "hopper_chain", "chunked",
+    "recurrent", "trees", "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts",
+    "hopper_float32_step", "hopper", "hopper_tokens", "hopper_float32",
 )  # fmt: skip
 
 
@@ -44,7 +44,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
-    hopper_apart, hopper, hopper_tokens, hopper_float32 = shadows[-4:]
+    hopper, hopper_tokens, hopper_float32 = shadows[-3:]
+    hopper_apart = shadows[KERNELS.index("hopper_apart")]
     others = launch.Launch
 
     class Launch:
@@ -128,6 +129,29 @@ def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, si
     batch.check()
 
 
+@pytest.mark.parametrize("roles", [False, True])
+def test_bounds_and_slots_may_be_written_by_the_kernel_ahead(tensors, kernels, monkeypatch, roles) -> None:
+    """Here by each program's wait for it."""
+    plan = PrefillPlan(64, 64, 384, 4, 3, 64, True, roles=roles, dependent_launch=True)
+    batch = tensors.ragged([1, 130, 70], heads=(1, 1), sizes=(48, 40), dtype=torch.bfloat16, slots=[3, -1, 0])
+    written = {tensor: tensor.clone() for tensor in (batch.cu_seqlens, batch.slots)}
+    begin = gluon.Program.__init__
+
+    def begin_unwritten(program: Any) -> None:
+        begin(program)
+        for tensor in written:
+            tensor.zero_()
+
+    def wait() -> None:
+        for tensor, values in written.items():
+            tensor.copy_(values)
+
+    monkeypatch.setattr(gluon.Program, "__init__", begin_unwritten)
+    monkeypatch.setattr(gluon.language.LANGUAGE["extra"].cuda, "gdc_wait", wait)
+    kernels.prefill(batch, plan)
+    batch.check()
+
+
 @pytest.mark.parametrize(("dtype", "size", "segment", "lengths"), [
     (torch.bfloat16, 64, 64, [1] * 6), (torch.bfloat16, 64, 64, [1, 70, 1, 0, 1]),
     (torch.bfloat16, 64, 64, [1, 0, 1, 65, 0, 4, *[0] * 70]), (torch.float16, 72, 0, [1] * 6),
@@ -139,7 +163,7 @@ def test_tokens_that_are_taken_apart_have_the_same_bits(
 ) -> None:
     """All, some of as many rows, and none of a batch that has more; padding and rows of no sequence among them."""
     monkeypatch.setattr(apart, "MOST_ROUND", 6 if dtype == torch.float32 else 3)
-    hopper_apart = shadows[-4]
+    hopper_apart = shadows[KERNELS.index("hopper_apart")]
     monkeypatch.setattr(hopper_apart, "TOGETHER", hopper_apart.gl.constexpr(4))
     slots, initial = [-1, 7, 1, 3, 0, 2, *range(10, 80)], [True, False, True, True, True, True, *[True] * 70]
     batch = tensors.ragged(

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lightning_attn.kernels.chunked import in_units
 from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate, unit_of
-from lightning_attn.kernels.hopper_apart import items_of, locate_item, wait_for_ahead
+from lightning_attn.kernels.hopper_apart import items_of, locate_item, wait_for_ahead, wait_for_call
 from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
 from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
 from lightning_attn.kernels.hopper_ring import (
@@ -120,6 +120,7 @@ def prefill_item(
     CHAINED: gl.constexpr = sizes.CHAINED
     # A ragged batch's prompts come last, as engines have it: begun first, they run beside the rows of one token.
     LAST_FIRST: gl.constexpr = REVERSED if CHAINED else SEGMENT > 0 or batch.p_cu is not None
+    wait_for_call(batch, sizes)
     i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, LAST_FIRST)
     if sizes.APART:
         i_n, i_segment, first, last = locate_item(batch, i_w, sizes)
@@ -133,10 +134,6 @@ def prefill_item(
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
     o = rows_of_head(pointers.o, strides.o, i_n, i_h.to(gl.int64), 1)
-    if sizes.DEPENDENT_LAUNCH:
-        if batch.count.rows <= SEGMENT:
-            # Nothing of this call is ahead, but a kernel that may have written q, k and v.
-            wait_for_ahead(batch, sizes)
     if pointers.q is not None:
         # Loaded with the bounds and the slot, not after them: for one token each wait for memory shows.
         has = has_initial(batch, i_n)

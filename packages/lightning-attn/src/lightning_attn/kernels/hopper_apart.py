@@ -72,6 +72,18 @@ def wait_for_ahead(batch, sizes: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_call(batch, sizes: gl.constexpr):
+    """Wait for what is ahead of the call, where the prefill is its first launch: before anything is loaded, bounds and
+    slots too, which a kernel ahead may have written.
+
+    Of more rows than a segment's the launch of segments' states is ahead, which begins when all before it has ended.
+    """
+    if sizes.DEPENDENT_LAUNCH:
+        if batch.count.rows <= sizes.SEGMENT:
+            wait_for_ahead(batch, sizes)
+
+
+@gluon.jit
 def items_of(batch, sizes: gl.constexpr):
     """How many there are for the prefill: of each segment one a head and tile; or one for each of its programs."""
     items = gl.num_programs(0)

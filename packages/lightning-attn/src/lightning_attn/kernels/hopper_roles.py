@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightning_attn.kernels.decay import base_two_rate, into_float16
+from lightning_attn.kernels.hopper_apart import wait_for_call
 from lightning_attn.kernels.hopper_follow import follow
 from lightning_attn.kernels.hopper_groups import Decays, HeadRows, Pools, Span, Stages, Tiles
 from lightning_attn.kernels.hopper_lead import is_shared
@@ -162,6 +163,7 @@ def prefill(
     pools = Pools(
         States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried)
     )
+    wait_for_call(batch, sizes)
     i_e, i_h, i_w = program(sizes.H, TILES, SEGMENT > 0 or p_cu is not None)
     SHARED: gl.constexpr = is_shared(sizes)
     i_share = 0
@@ -187,10 +189,6 @@ def prefill(
         q = rows_of_head(p_q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
         k = rows_of_head(p_k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
         v = rows_of_head(p_v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
-    if sizes.DEPENDENT_LAUNCH:
-        if rows <= SEGMENT:
-            # Nothing of this call is ahead, but a kernel that may have written q, k and v.
-            tl.extra.cuda.gdc_wait()
     is_token = (length == 1) & (slot >= 0) & (p_q is not None)
     rest = (end - begin) % CHUNK
     chunks = gl.where(is_token | (slot < 0), 0, (end - begin + CHUNK - 1) // CHUNK)

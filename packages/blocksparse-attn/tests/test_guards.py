@@ -620,7 +620,7 @@ def test_counters_that_graphs_were_given_outlive_the_last_one(monkeypatch) -> No
     monkeypatch.setattr(torch, "zeros", seen)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(launch, "lasting", lambda make, device: make())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     counters = launch.Counters(SimpleNamespace(type="cuda", index=0))  # type: ignore[arg-type]
     eager = {counters.new().data_ptr() for _ in range(200)}

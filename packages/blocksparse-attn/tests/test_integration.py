@@ -736,6 +736,32 @@ def test_trap_a_captured_graph_replays_the_bits_of_plain_calls(make, function, i
     contract.check_cuda_graph(partial(function, make), lambda seed: inputs(make, 5, seed=seed), replays=4)
 
 
+def attend_in_tiles(make: Maker, layout: BlockLayout, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Any:
+    """Which programs of sm_90 take as they come free, from a counter."""
+    return blocksparse_attn.blocksparse_attention(
+        q, k, v, layout, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=512, return_lse=True
+    )
+
+
+def in_tiles(make: Maker, sequences: int) -> list[Tensor]:
+    make.start(sequences)
+    q, k, v = (make.normal(300 * sequences, heads, 128) for heads in (4, 2, 2))
+    return [q, k, v, make.integers([300 * i for i in range(sequences + 1)])]
+
+
+@gpu
+@pytest.mark.torch_compile
+@pytest.mark.parametrize("way", ["tiles", "parts", "selected"])
+def test_graphs_of_torch_compile_give_the_bits_of_plain_calls(make, way) -> None:
+    """What a call keeps must not lie in their memory."""
+    if way == "tiles":
+        layout = BlockLayout.local_strided(4, 512, 2, 2, 64, device=make.device)
+        contract.check_compiled_graphs(partial(attend_in_tiles, make, layout), in_tiles(make, 2), in_tiles(make, 3))
+    else:
+        function, inputs = (attend_in_parts, Maker.ragged) if way == "parts" else BY_A_PLAN["selected"]
+        contract.check_compiled_graphs(partial(function, make), inputs(make, 3), inputs(make, 5))
+
+
 @gpu
 def test_a_captured_graph_of_a_model_decodes_other_lengths(make) -> None:
     model, sequences, longest = PHI3_SMALL, 32, 8192

@@ -57,7 +57,7 @@ from kernel_reference.launching import (
     launch_nothing,
     without_memory,
 )
-from kernel_reference.memory import nothing
+from kernel_reference.memory import lasting, nothing
 
 # Numbers of partial results that a warp of the merge kernel has at once: 64 of a thread.
 _MERGED_NUMBERS = 2048
@@ -354,8 +354,6 @@ class Counters:
         if made is None:
             if not self._kept:
                 memory = self._zeros(_MOST_CAPTURED)
-                # Once in a process: a graph may be replayed on a stream that has not waited for this one.
-                torch.cuda.current_stream().synchronize()
                 self._kept.append(memory)
                 # No generator, which two threads may not ask at once.
                 self._for_graphs = map(memory.__getitem__, range(_MOST_CAPTURED))
@@ -367,7 +365,7 @@ class Counters:
 
     def _zeros(self, count: int) -> Tensor:
         # Launches take addresses of whole 16 bytes.
-        return torch.zeros(count, 4, dtype=torch.int32, device=self._device)
+        return lasting(lambda: torch.zeros(count, 4, dtype=torch.int32, device=self._device), self._device)
 
 
 counters_of = lru_cache(Counters)

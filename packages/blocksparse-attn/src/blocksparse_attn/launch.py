@@ -115,11 +115,6 @@ def _attend(problem: Problem, plan: AttentionPlan, forms: Tensors, device: torch
     strides = Strides(_batched(forms.q.stride()), keys.strides, values.strides, out, s_lse_token)
     slots = num_slots(problem, plan)
     grid = (programs_of(problem, plan), 1, 1)
-    if plan.as_free:
-        # The kernel assigns two items or fewer for each program in a fixed order, in which slots without a tile leave
-        # some programs two tiles and others none. With more such slots, at the end, there are more items than that.
-        at_once = min(grid[0], persistent_programs(device))
-        slots = max(slots, 2 * at_once // (problem.num_heads * plan.num_splits) + 1)
     table_stride = 0 if forms.block_table is None else forms.block_table.stride()[0]
     numbers = (
         forms.q.shape[-3], problem.sequences, problem.capacity, keys.outer, table_stride,

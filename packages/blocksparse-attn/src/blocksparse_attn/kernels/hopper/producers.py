@@ -42,6 +42,8 @@ from blocksparse_attn.kernels.hopper.pieces import (
 from blocksparse_attn.kernels.hopper.walks import modes_for, next_tile, places_for, positions, walk_of
 from blocksparse_attn.kernels.tiles import PAGED, keys_of_sequence, list_of, locate, share, split_row
 
+# Slots of a segment of rows beyond its whole tiles, see ``locate``.
+ENDS: tl.constexpr = tl.constexpr(2)
 # Pieces of keys from which on a work item is a long one, and work items of a program that are many.
 LONG: tl.constexpr = tl.constexpr(96)
 MANY: tl.constexpr = tl.constexpr(16)
@@ -78,7 +80,9 @@ def place_of(work, slots, num_splits, config: gl.constexpr):
         each = slots * num_splits * TOGETHER
         first = work // each * TOGETHER
         work = work % each
-    return first + work % TOGETHER, work // TOGETHER % num_splits, work // (TOGETHER * num_splits)
+    # Slots of rows before the first sequence, of which there are seldom any, come last.
+    slot = work // (TOGETHER * num_splits) + ENDS
+    return first + work % TOGETHER, work // TOGETHER % num_splits, gl.where(slot < slots, slot, slot - slots)
 
 
 @gluon.jit
@@ -103,17 +107,16 @@ def next_work(channels, lists, work, turn, n, pieces, items, config: gl.constexp
     after = turn * 2 * programs - 1 - work
     if config.AS_FREE:
         # Where rows that follow one another list different blocks, items of a fixed order add up to 1.27 of an even
-        # share. Results do not depend on which program takes an item. With two or fewer each, the order is fixed.
-        several = items > 2 * programs
+        # share. Results do not depend on which program takes an item.
         if not config.TABLE:
             # Of many, the last ones matter little.
-            if several & (items <= MANY * programs):
+            if items <= MANY * programs:
                 await_end(channels, n, pieces, config)
-        taken = gl.atomic_add(lists.memory, 1, mask=several, sem="relaxed")
+        taken = gl.atomic_add(lists.memory, 1, sem="relaxed")
         # Each program has asked once for more than there are: the counter is as the next call wants it. No branch, as
         # ptxas would not know the warp's threads to be together behind it.
-        gl.store(lists.memory, 0, mask=several & (taken == items - 1))
-        after = gl.where(several, programs + taken, after)
+        gl.store(lists.memory, 0, mask=taken == items - 1)
+        after = programs + taken
     return after
 
 
@@ -184,7 +187,7 @@ def schedule(d_q, channels, batch, layout, slots, num_splits, left, config: gl.c
     pieces = work * 0
     while work < items:
         i_h, i_split, i_w = place_of(work, slots, num_splits, config)
-        i_n, i_slot, begin, q_len = locate(batch, i_w, config.BLOCK_M, 2, config.KIND)
+        i_n, i_slot, begin, q_len = locate(batch, i_w, config.BLOCK_M, ENDS, config.KIND)
         k_begin, length, possible = keys_of_sequence(batch, i_n, q_len, config.KIND)
         context = length - q_len
         i_tile = (length - 1) // config.BLOCK_M - i_slot

@@ -26,6 +26,7 @@ from kernel_reference.launching import (
     on_device,
     without_memory,
 )
+from kernel_reference.packing import Late
 from kernel_reference.starting import Starter, ensure_context
 from kernel_reference.testing.forks import run_alone
 
@@ -143,23 +144,24 @@ def test_a_launch_at_known_addresses_asks_for_the_last_one_alone_and_whether_it_
     assert len(started) == 2
 
 
-def test_a_launch_at_addresses_that_come_again_asks_for_the_last_group_alone_and_whether_it_is_watched() -> None:
+def test_a_launch_at_addresses_that_come_again_asks_for_late_ones_alone_and_whether_it_is_watched() -> None:
     started: list[Any] = []
     hooks: list[str] = []
     made = Launch(Compiled(), (3, 1, 1), (7,), CPU, group=lambda q, *parts: (q, parts))
+    late = Late(0), Late(1)
     # Nothing is compiled.
-    assert made.again(16) is None
+    assert made.again(16, *late) is None
     made._kept.starter = Starter(lambda *given: started.append(given), lambda *given: (), lambda: bool(hooks))
     run = by_alignment(lambda aligned: Run(made, made.at, made.again), slice(1))
-    assert run.again(16) is None
+    assert run.again(16, *late) is None
     assert run.at(16)
-    begin = run.again(16)
+    begin = run.again(16, None, *late, late[0])
     assert begin is not None
-    assert begin((32, 48))
-    assert begin((64,))
-    assert started == [((3, 1, 1), (16, parts, 7)) for parts in ((), (32, 48), (64,))]
+    assert begin(32, 48)
+    assert begin(64, 80)
+    assert started == [((3, 1, 1), (16, parts, 7)) for parts in ((), (None, 32, 48, 32), (None, 64, 80, 64))]
     hooks.append("a profiler's")
-    assert not begin((32,))
+    assert not begin(32, 48)
     assert made.again(16) is None
     assert len(started) == 3
     assert by_alignment(lambda aligned: launch_nothing, slice(1)).again(16) is None

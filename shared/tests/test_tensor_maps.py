@@ -45,7 +45,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 def promoted(monkeypatch: pytest.MonkeyPatch, held: bytes) -> Callable[[int], bytes]:
     """What an object that holds a map holds once it is promoted."""
     memory = ctypes.create_string_buffer(held, 128)
-    monkeypatch.setattr(tensor_maps, "_place_of", lambda made: ctypes.addressof(memory))
+    monkeypatch.setattr(tensor_maps, "place_of", lambda made: ctypes.addressof(memory))
 
     def of(promotion: int) -> bytes:
         descriptor = SimpleNamespace(base=torch.empty(5, 6, 40), shape=[5, 6, 40], strides=[400, 48, 1])
@@ -97,7 +97,7 @@ def test_a_gpus_driver_encodes_tritons_map_anew() -> None:
     others = (None,) * (nvidia.make_tensordesc_arg.__code__.co_argcount - 2)
     kind = {"elem_type": next(x for x in range(16) if nvidia.TMA_DTYPE_DEVICE_TO_HOST.get(x) == 9)}
     made, *_ = nvidia.make_tensordesc_arg(described, META | kind, *others)
-    place = tensor_maps._place_of(made)
+    place = tensor_maps.place_of(made)
     assert place is not None
     before = ctypes.string_at(place, 128)
     with warnings.catch_warnings():

@@ -25,6 +25,7 @@ from kernel_reference.devices import DeviceProperties as DeviceProperties
 from kernel_reference.devices import device_properties as device_properties
 from kernel_reference.devices import has_gluon as has_gluon
 from kernel_reference.grouping import checked
+from kernel_reference.packing import Late
 from kernel_reference.starting import Starter, ensure_context
 from kernel_reference.tensor_maps import TmaBox as TmaBox
 from kernel_reference.together import begin_triton, gathering
@@ -140,15 +141,16 @@ class Launch:
             return lambda last: self.at(*pointers, last)
         return self._kept.starter.but_last(self.grid, pointers, self.rest)
 
-    def again(self, *pointers: int | None) -> Callable[[Any], bool] | None:
-        """What :meth:`at` does with these addresses, which have come again, and with what it is called with in place of
-        the last argument that ``group`` makes. None where :meth:`at` would start nothing, or there is no ``group``.
+    def again(self, *pointers: int | Late | None) -> Callable[..., bool] | None:
+        """What :meth:`at` does with these addresses, which have come again, called with those that :class:`Late` stands
+        for among them. None where :meth:`at` would start nothing.
         """
-        maps = self._kept_maps(pointers[: len(self.boxes)])
-        if maps is None or self.group is None or not self.is_ready():
+        count = len(self.boxes)
+        maps = self._kept_maps(pointers[:count])
+        if maps is None or not self.is_ready():
             return None
-        grouped = self.group(*pointers[len(self.boxes) :])
-        return self._kept.starter.but_last(self.grid, (*maps, *grouped[:-1]), self.rest)  # type: ignore[union-attr]
+        grouped = pointers[count:] if self.group is None else self.group(*pointers[count:])
+        return self._kept.starter.again(self.grid, (*maps, *grouped, *self.rest))  # type: ignore[union-attr]
 
     def arguments(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Every argument as the kernel gets it, by position, descriptors as their tensors: for a look at a launch."""
@@ -182,7 +184,7 @@ class Launch:
         """Every argument, as Triton takes it."""
         return *checked(self._given(tensors), self.group, tensors), *self.rest
 
-    def _kept_maps(self, addresses: tuple[int | None, ...]) -> tuple[Any, ...] | None:
+    def _kept_maps(self, addresses: tuple[int | Late | None, ...]) -> tuple[Any, ...] | None:
         """What C takes for the descriptors of tensors with these addresses; None where that is to be made."""
         return ()
 
@@ -337,7 +339,7 @@ class TmaLaunch(Launch):
             maps += one
         return tuple(maps)
 
-    def _kept_maps(self, addresses: tuple[int | None, ...]) -> tuple[Any, ...] | None:
+    def _kept_maps(self, addresses: tuple[int | Late | None, ...]) -> tuple[Any, ...] | None:
         return self._maps.get(addresses)
 
     def _bound(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
@@ -398,7 +400,7 @@ class Run:
     at: Callable[..., bool]
     again: Callable[..., Callable[..., bool] | None] = _never_again
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Any) -> None:
         self.run(*tensors)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernel_reference.packing import Late, Packer, find_packer
 from kernel_reference.tensor_maps import TRITONS, promote
 
 _threads = threading.local()
@@ -28,11 +29,13 @@ class Starter(NamedTuple):
     map: of a position, its TMA descriptor and promotion (see tensor_maps.py), what the C function takes; nothing of the
         descriptor's tensor is kept.
     is_watched: whether a profiler has set hooks, which only Triton's own way calls.
+    packer: what packs the arguments of launches that come again, where they are known.
     """
 
     start: Callable[[tuple[int, int, int], tuple[Any, ...]], None]
     map: Callable[[int, Any, int], tuple[Any, ...]]
     is_watched: Callable[[], bool]
+    packer: Packer | None = None
 
     def but_last(
         self, grid: tuple[int, int, int], before: tuple[Any, ...], behind: tuple[Any, ...]
@@ -47,6 +50,28 @@ class Starter(NamedTuple):
             return True
 
         return begin
+
+    def again(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> Callable[..., bool]:
+        """What starts it on these arguments, called with what :class:`Late` stands for among them; False, and nothing
+        started, where it is watched or the driver refuses.
+        """
+        start, is_watched = self.start, self.is_watched
+
+        def begin(*late: int) -> bool:
+            if is_watched():
+                return False
+            start(grid, _filled(arguments, late))
+            return True
+
+        packed = None if self.packer is None else self.packer.pack(grid, arguments, is_watched)
+        return packed or begin
+
+
+def _filled(arguments: Any, late: tuple[int, ...]) -> Any:
+    """The arguments with what ``Late`` stands for among them."""
+    if type(arguments) is Late:
+        return late[arguments.number]
+    return tuple([_filled(one, late) for one in arguments]) if isinstance(arguments, tuple) else arguments
 
 
 def ensure_context(device: torch.device) -> None:
@@ -73,7 +98,7 @@ def find_starter(compiled: Any) -> Starter | None:
         # A sanitizer, which adds an argument of its own.
         if compiled.metadata.target.backend != "cuda" or has_scratch or getattr(launcher, "gsan_enabled", False):
             return None
-        return Starter(_starting(compiled), _mapping(compiled), _watching())
+        return Starter(_starting(compiled), _mapping(compiled), _watching(), _packing(compiled))
     except (ImportError, AttributeError, KeyError):
         return None
 
@@ -96,6 +121,12 @@ def _starting(compiled: Any) -> Callable[[tuple[int, int, int], tuple[Any, ...]]
         return start
     rest = (*kind, None, None, metadata, None, None, None)
     return lambda grid, arguments: launch(*grid, stream_of(device), *rest, *arguments)
+
+
+def _packing(compiled: Any) -> Packer | None:
+    from triton.runtime import driver
+
+    return find_packer(compiled, driver.active.get_current_stream, driver.active.get_current_device())
 
 
 def _beneath_descriptors(launch: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 # CUtensorMapL2promotion by bytes, and the one that Triton has; bytes of a CUtensorMap.
 _PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 TRITONS = 128
-_MAP_BYTES = 128
+MAP_BYTES = 128
 
 
 class TmaBox(NamedTuple):
@@ -60,11 +60,11 @@ def promote(made: Any, meta: Mapping[str, Any], descriptor: Any, promotion: int)
     Where that is not laid out as it is known to be, or the driver is not found, it stays as it is, which a warning says
     once: loads are as right.
     """
-    encode, place = _driver(), _place_of(made)
+    encode, place = _driver(), place_of(made)
     if encode is not None and place is not None:
         wanted = _encoded(encode, meta, descriptor, promotion)
-        if wanted is not None and ctypes.string_at(place, _MAP_BYTES) == _encoded(encode, meta, descriptor, TRITONS):
-            ctypes.memmove(place, wanted, _MAP_BYTES)
+        if wanted is not None and ctypes.string_at(place, MAP_BYTES) == _encoded(encode, meta, descriptor, TRITONS):
+            ctypes.memmove(place, wanted, MAP_BYTES)
             return
     _warn_once()
 
@@ -78,10 +78,10 @@ def _warn_once() -> None:
     warnings.warn(f"{said}: narrow heads take more of the memory's bandwidth; results are right", stacklevel=2)
 
 
-def _place_of(made: Any) -> int | None:
+def place_of(made: Any) -> int | None:
     """Where Triton's object has its CUtensorMap, which ends it."""
-    known = type(made).__name__ == "PyCUtensorMap" and type(made).__basicsize__ >= 2 * _MAP_BYTES
-    return id(made) + type(made).__basicsize__ - _MAP_BYTES if known else None
+    known = type(made).__name__ == "PyCUtensorMap" and type(made).__basicsize__ >= 2 * MAP_BYTES
+    return id(made) + type(made).__basicsize__ - MAP_BYTES if known else None
 
 
 def _encoded(encode: Callable[..., int], meta: Mapping[str, Any], descriptor: Any, promotion: int) -> bytes | None:
@@ -90,7 +90,7 @@ def _encoded(encode: Callable[..., int], meta: Mapping[str, Any], descriptor: An
 
     rank = len(descriptor.shape)
     # Aligned to 64 bytes, as the driver wants it.
-    memory = (ctypes.c_char * (_MAP_BYTES + 64))()
+    memory = (ctypes.c_char * (MAP_BYTES + 64))()
     place = -(-ctypes.addressof(memory) // 64) * 64
     # The dimension in which elements lie side by side comes first, and its stride is not asked for.
     sizes = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
@@ -103,7 +103,7 @@ def _encoded(encode: Callable[..., int], meta: Mapping[str, Any], descriptor: An
         ctypes.c_void_p(place), kind, rank, address, sizes, strides, box, steps, 0, meta["swizzle"],
         _PROMOTIONS[promotion], 0,
     )  # fmt: skip
-    return None if code else ctypes.string_at(place, _MAP_BYTES)
+    return None if code else ctypes.string_at(place, MAP_BYTES)
 
 
 @lru_cache

@@ -43,7 +43,7 @@ def dispatched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
         state.count += 1
         op(*given)
 
-    for name in ("_prefill", "_cascade"):
+    for name in ("_prefill", "_cascade", "_merge"):
         monkeypatch.setattr(ops, name, partial(counted, getattr(ops, name)))
     library = None
     if device.type == "cpu":
@@ -56,6 +56,7 @@ def dispatched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
             warnings.simplefilter("ignore")
             library.impl("prefill", ops._kernel_prefill, allow_override=True)
             library.impl("cascade", ops._kernel_cascade, allow_override=True)
+            library.impl("merge", ops._kernel_merge, allow_override=True)
     with validate_values(False):
         yield state
     if library is not None:
@@ -112,6 +113,49 @@ def test_the_second_call_that_looks_like_the_first_is_not_dispatched_and_gives_t
     assert_bitwise_equal(got[0].lse, wanted[0].lse)
     assert_bitwise_equal(got[1], wanted[1])
     assert len({x.data_ptr() for x in (*got[0], *wanted[0], got[1], wanted[1])}) == 6
+
+
+def test_the_second_merge_that_looks_like_the_first_is_not_dispatched_and_gives_the_same(device, dispatched) -> None:
+    parts = [torch.randn(ROWS, H, D, device=device), torch.randn(H, ROWS, device=device)]
+    parts += [torch.randn_like(x) for x in parts]
+    wanted = prefix_prefill.merge_attention_states(*parts)
+    got = prefix_prefill.merge_attention_states(*[x.clone() for x in parts])
+    assert dispatched.count == 1
+    assert_bitwise_equal(got.out, wanted.out)
+    assert_bitwise_equal(got.lse, wanted.lse)
+    out = torch.empty_like(wanted.out)
+    for result in (out, out, parts[0][:]):
+        refused = result is not out
+        with pytest.raises(ValueError, match="share") if refused else nullcontext():
+            prefix_prefill.merge_attention_states(*parts, out=result)
+    assert dispatched.count == 2
+    assert_bitwise_equal(out, wanted.out)
+
+
+def test_the_second_call_of_the_engines_function_is_not_dispatched_and_gives_the_same(device, dispatched) -> None:
+    made = given(device)
+    q, table, cu, seqlens = (made[name] for name in ("q", "block_table", "cu_seqlens_q", "seqlens_k"))
+    new, cache = [torch.randn(ROWS, HKV, D, device=device).bfloat16() for _ in range(2)], made["k_cache"]
+    caches = [
+        cache.view(3, PAGE, HKV, 2, 8).permute(0, 2, 3, 1, 4).contiguous(),
+        cache.permute(0, 2, 3, 1).contiguous(),
+    ]
+
+    def call(o: Tensor, **options: Any) -> Tensor:
+        prefix_prefill.context_attention_fwd(
+            q, *new, o, "auto", *caches, table, cu, seqlens, 16, 3, 1.0, 1.0, **options
+        )  # fmt: skip
+        return o
+
+    wanted, got = call(torch.zeros_like(q)), torch.zeros_like(q)
+    assert_bitwise_equal(call(got), wanted)
+    assert dispatched.count == 1
+    with pytest.raises(TypeError, match="causal"):
+        call(got, causal=1)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"^o must be a tensor that shares no memory with q"):
+            call(q[:])
+    assert dispatched.count == 1
 
 
 def test_options_that_equal_those_of_a_call_before_but_are_of_another_type_are_refused(device, dispatched) -> None:
@@ -353,42 +397,53 @@ def test_batches_of_new_sizes_give_what_they_give_alone(device, dispatched, monk
     assert dispatched.count == before + 2
 
 
-@pytest.mark.parametrize("size", [(3, 3, 1), (500, 1, 500), (30, 10, 3, 20)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"window": (100, 0)}], ids=str)
-def test_calls_whose_addresses_come_again_start_what_they_started(device, hopper, monkeypatch, options, size) -> None:
-    """By what was kept for these addresses, without asking launches; unless a profiler watches, or others come."""
-    started: list[Any] = []
-    hooks: list[str] = []
+@pytest.fixture
+def replayed(device: torch.device, hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What launches start, of a device that starts none; and those that were asked for it."""
+    state = SimpleNamespace(started=[], hooks=[], asked=[], watched=0)
     starter = Starter(
-        lambda *given: started.append(given), lambda at, one, _: (at, one.base.data_ptr()), lambda: bool(hooks)
+        lambda *given: state.started.append(given), lambda at, one, _: (at, one.base.data_ptr()),
+        lambda: bool(state.hooks),
     )  # fmt: skip
-    watched = SimpleNamespace(count=0)
 
     class Kernel:
         def __getitem__(self, grid: Any) -> Any:
             def run(*_: Any) -> None:
-                watched.count += 1
+                state.watched += 1
 
             return run
 
     monkeypatch.setattr(Launch, "_find", lambda self, _: self._kept.take((Kernel(), starter)))
     monkeypatch.setattr(batches, "_again", {})
 
-    def of_one(size: Any, dtype: torch.dtype, _: Any) -> Any:
-        one = torch.empty(size, dtype=dtype, device=device)
+    def of_one(size: Any, *form: Any) -> Any:
+        # Of size, dtype and device, or of size, strides, dtype and device.
+        one = torch.empty(size, dtype=form[-2], device=device)
         return lambda: one
 
     # Scratch memory lies in the same place each time.
     monkeypatch.setattr(merging, "_scratch", of_one)
-    server = Server(device, out=True, **options)
-    asked = []
+    monkeypatch.setattr(cascade_launch, "allocator_of", of_one)
     at = Launch.at
-    monkeypatch.setattr(Launch, "at", lambda self, *given: asked.append(self) or at(self, *given))
+    monkeypatch.setattr(Launch, "at", lambda self, *given: state.asked.append(self) or at(self, *given))
+
+    def starts(call: Any) -> list[Any]:
+        state.started.clear()
+        call()
+        return [*state.started]
+
+    state.starts = starts
+    return state
+
+
+@pytest.mark.parametrize("size", [(3, 3, 1), (500, 1, 500), (30, 10, 3, 20)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"window": (100, 0)}, {"page": 4}], ids=str)
+def test_calls_whose_addresses_come_again_start_what_they_started(device, replayed, monkeypatch, options, size) -> None:
+    """By what was kept for these addresses, without asking launches; unless a profiler watches, or others come."""
+    server = Server(device, out=True, **options)
 
     def starts() -> list[Any]:
-        started.clear()
-        prefix_prefill.prefix_prefill(**server.arguments(*size))
-        return [*started]
+        return replayed.starts(lambda: prefix_prefill.prefix_prefill(**server.arguments(*size)))
 
     # The op's call has scratch memory in several pieces.
     assert starts()
@@ -396,14 +451,13 @@ def test_calls_whose_addresses_come_again_start_what_they_started(device, hopper
     for _ in range(5):
         assert starts() == wanted
     assert sum(begin is not None for begin in batches._again.values()) == 1
-    before = len(asked)
+    before = len(replayed.asked)
     starts()
-    # What merges is asked, as it takes few arguments.
-    assert len(asked) - before == len(wanted) - 1
-    hooks.append("a profiler's")
+    assert len(replayed.asked) == before
+    replayed.hooks.append("a profiler's")
     assert not starts()
-    assert watched.count == len(wanted)
-    hooks.clear()
+    assert replayed.watched == len(wanted)
+    replayed.hooks.clear()
     server.q = server.q.clone()
     others = starts()
     assert others != wanted
@@ -416,6 +470,33 @@ def test_calls_whose_addresses_come_again_start_what_they_started(device, hopper
         kept.append(server.q)
         assert starts() == starts() == starts()
         assert len(batches._again) <= 3
+
+
+@pytest.mark.parametrize("page", [16, 4], ids=["for sm_90", "portable"])
+@pytest.mark.parametrize("shared", [1, 2], ids=["two levels", "three levels"])
+def test_cascades_whose_addresses_come_again_start_what_they_started(device, replayed, page, shared) -> None:
+    server = Server(device, page)
+    given, out = server.arguments(3, 3, 1), torch.empty_like(server.q[:3])
+    table, cu, lengths = (given[name] for name in ("block_table", "cu_seqlens_q", "seqlens_k"))
+    bounds = [torch.zeros(2, dtype=torch.int32, device=device) for _ in range(shared)]
+    before = [
+        prefix_prefill.CascadeLevel(*server.cache, table[i : i + 1], cu, lengths[:1]) for i, cu in enumerate(bounds)
+    ]
+    levels = [*before, prefix_prefill.CascadeLevel(*server.cache, table, cu, lengths)]
+
+    def starts() -> list[Any]:
+        return replayed.starts(
+            lambda: prefix_prefill.cascade_attention(given["q"], levels, max_seqlen_q=1, out=out)
+        )  # fmt: skip
+
+    assert len(starts()) > shared
+    wanted = starts()
+    asked = len(replayed.asked)
+    assert starts() == wanted
+    assert len(replayed.asked) > asked
+    asked = len(replayed.asked)
+    assert starts() == starts() == wanted
+    assert len(replayed.asked) == asked
 
 
 @pytest.mark.parametrize("columns", [20, 200], ids=["few keys", "in pieces"])

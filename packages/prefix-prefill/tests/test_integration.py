@@ -20,7 +20,7 @@ from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
 from kernel_reference.testing.guards import assert_bitwise_equal, poison_
 from kernel_reference.testing.memory import check_far_apart, much_memory
-from prefix_prefill import PrefillPlan, launch, ops
+from prefix_prefill import CascadeLevel, PrefillPlan, launch, ops
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.plan import DeviceLimits, Problem, plan_prefill
 
@@ -657,6 +657,44 @@ def test_a_captured_graph_of_a_model_replays_other_lengths_of_the_same_most(make
         return prefix_prefill.prefix_prefill(q, *new, *rest, max_seqlen_q=rows, return_lse=True)
 
     contract.check_cuda_graph(run, inputs, replays=4)
+
+
+@gpu
+@pytest.mark.torch_compile
+def test_a_layer_compiled_to_cuda_graphs_gives_plain_calls_bits_for_batches_of_any_size(make) -> None:
+    """Rows that decode between projections: with new keys, in pieces, over keys that all share, and merged."""
+    heads, heads_kv, size, columns = 8, 2, 128, 150
+
+    def inputs(sequences: int, seed: int) -> list[Tensor]:
+        make.start(seed)
+        x, w_q, w_k, w_out = (
+            make.normal(*shape) * shape[-1] ** -0.5
+            for shape in ((sequences, 256), (256, heads * size), (256, heads_kv * size), (heads * size, 256))
+        )
+        caches = [make.normal(64 * columns, PAGE, heads_kv, size) for _ in range(2)]
+        table = torch.randint(64 * columns, (sequences, columns), generator=make.host)
+        lengths = torch.randint(1, columns * PAGE, (sequences,), generator=make.host)
+        return [
+            x,
+            w_q,
+            w_k,
+            w_out,
+            *caches,
+            *map(make.integers, (table.tolist(), range(sequences + 1), lengths.tolist())),
+        ]
+
+    def layer(x: Tensor, w_q: Tensor, w_k: Tensor, w_out: Tensor, *cached: Tensor) -> Tensor:
+        q, k = (x @ w_q).view(-1, heads, size), (x @ w_k).view(-1, heads_kv, size)
+        k_cache, v_cache, table, cu, lengths = cached
+        new = prefix_prefill.prefix_prefill(q, k, k, *cached, max_seqlen_q=1, return_lse=True)
+        old = prefix_prefill.prefix_prefill(q, None, None, *cached, max_seqlen_q=1, return_lse=True)
+        shared = CascadeLevel(k_cache, v_cache, table[:1], cu[[0, -1]], lengths[:1])
+        levels = [shared, CascadeLevel(k_cache, v_cache, table, cu, lengths)]
+        both = prefix_prefill.cascade_attention(q, levels, max_seqlen_q=1)
+        merged = prefix_prefill.merge_attention_states(*new, *old).out
+        return (merged + both).flatten(1) @ w_out
+
+    contract.check_compiled_graphs(layer, *[inputs(sequences, seed) for seed, sequences in enumerate((4, 16, 7, 4))])
 
 
 @gpu

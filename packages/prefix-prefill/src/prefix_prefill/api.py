@@ -29,8 +29,6 @@ from prefix_prefill.plan import MOST_TOKENS, PrefillPlan
 Tensor = torch.Tensor
 PageLayout = Literal["NHD", "HND", "x-packed"]
 
-_merge = torch.ops.prefix_prefill.merge.default
-
 
 class AttentionResult(NamedTuple):
     """``out`` [T, Hq, Dv] and the natural logarithm of the softmax's denominator, ``lse`` [Hq, T] in float32."""
@@ -319,15 +317,12 @@ def merge_attention_states(
     try:
         if torch.is_grad_enabled() or are_active():
             refuse_derivatives(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out)
-        result = out_a.new_empty(out_a.shape) if out is None else out
-        lse = lse_a.new_empty(lse_a.shape)
-        _merge(out_a, lse_a, out_b, lse_b, result, lse)
+        return AttentionResult(*ops.merge((out_a, lse_a, out_b, lse_b, out)))
     except (*REFUSALS, ValueError):
         check_dense(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, **given(out=out))
         # What the op asks of results says nothing of the arguments.
         arguments.check_merge(out_a, lse_a, out_b, lse_b, out)
         raise
-    return AttentionResult(result, lse)
 
 
 def as_scale(name: str, scale: float | Tensor | None) -> tuple[Tensor | None, float]:

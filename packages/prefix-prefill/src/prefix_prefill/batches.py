@@ -23,12 +23,15 @@ from prefix_prefill import arguments
 from prefix_prefill.addressing import Batch
 from prefix_prefill.arguments import PrefillTensors
 from prefix_prefill.cascade import arguments as levels
-from prefix_prefill.cascade.arguments import CascadeTensors
 
 Tensor = torch.Tensor
 
 _NAMES = PrefillTensors._fields
 _OUT, _LSE = _NAMES.index("out"), _NAMES.index("lse")
+# Of a cascade, whose levels come before.
+_FLAT_OUT, _FLAT_LSE = (
+    levels.CascadeTensors._fields.index(name) - len(levels.CascadeTensors._fields) for name in ("out", "lse")
+)
 # Of a call: what tells it from others, beside its tensors.
 Kind = tuple[Any, ...]
 _MAX_SEQLEN_Q = 3
@@ -37,7 +40,7 @@ _ROWS = ("q", "k", "v", "out", "draft_mask")
 _LENGTHS = ("cu_seqlens_q", "seqlens_k")
 # Launches that a layer's batches keep: a kilobyte each, and new ones take 30 us.
 _MOST_BATCHES = 2048
-# What starts calls on addresses that have come again, by the number of what serves them: a kilobyte each. Those of the
+# What starts calls on addresses that have come again, by the number of what serves them: 3 kilobytes each. Those of the
 # layers of a model come every step, a batch of other sizes seldom twice: of what was seen once there is None.
 _MOST_AGAIN = 8192
 _again: dict[tuple[int | None, ...], Callable[[], bool] | None] = {}
@@ -137,31 +140,53 @@ def direct_call(
 def direct_cascade(
     check_overlap: MemoryOverlap, run: Any, makes_out: bool, out: Tensor, lse: Tensor | None
 ) -> Callable[..., Any]:
-    """The same of a cascade, whose tensors are those of ``CascadeTensors`` in one tuple."""
+    """The same of a cascade, called with its tensors in one list, which it puts its results in."""
     new_out = allocator_of(out.shape, out.stride(), out.dtype, out.device)
     new_lse = _nothing if lse is None else allocator_of(lse.shape, lse.stride(), lse.dtype, lse.device)
+    # New memory overlaps none.
+    check: Any = _nothing if makes_out else check_overlap
+    start = _starting(
+        lambda *flat: run(levels.tensors_of_levels(levels.from_flat(flat))),
+        lambda *flat: run.at(levels.tensors_of_levels(levels.from_flat(flat))),
+        lambda *flat: run.again(levels.tensors_of_levels(levels.from_flat(flat))),
+        check,
+    )
 
-    def call(tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-        *before, out, lse, draft_mask = tensors
+    def call(flat: list[Any]) -> tuple[Tensor, Tensor | None]:
+        flat[_FLAT_LSE] = lse = new_lse()
+        if makes_out:
+            flat[_FLAT_OUT] = new_out()
+        start(*flat)
+        return flat[_FLAT_OUT], lse
+
+    return call
+
+
+def direct_merge(
+    check_overlap: MemoryOverlap, run: Any, makes_out: bool, out: Tensor, lse: Tensor
+) -> Callable[..., Any]:
+    """The same of a merge, whose tensors are those of ``MergeTensors``."""
+    new_out = allocator_of(out.shape, out.stride(), out.dtype, out.device)
+    new_lse = allocator_of(lse.shape, lse.stride(), lse.dtype, lse.device)
+    check: Any = _nothing if makes_out else check_overlap
+    start = _starting(run, run.at, run.again, check)
+
+    def call(*given: Any) -> tuple[Tensor, Tensor]:
+        *parts, out = given
         lse = new_lse()
         if makes_out:
-            # New memory overlaps none.
             out = new_out()
-        whole = CascadeTensors._make((*before, out, lse, draft_mask))
-        if not makes_out:
-            check_overlap(*levels.flat(whole))
-        run(levels.tensors_of_levels(whole))
+        start(*parts, out, lse)
         return out, lse
 
     return call
 
 
-def _calling(
-    run: Any, check_overlap: MemoryOverlap, new_out: Any, new_lse: Any, resized: bool = False
-) -> Callable[..., Any]:
-    """resized: the tensors are of other sizes than those that ``check_overlap`` was made for."""
-    # What is launched over nothing has none.
-    at, number = getattr(run, "at", None), next(_numbers)
+def _starting(run: Any, at: Any, again: Any, check_overlap: Callable[..., object]) -> Callable[..., None]:
+    """What starts a call with its tensors, those on addresses that have come again by what was kept for these: they
+    alone tell whether memory is shared, so that it is not looked at again.
+    """
+    number = next(_numbers)
 
     def start(*given: Tensor | None) -> None:
         pointers = [x if x is None else x.data_ptr() for x in given]
@@ -169,28 +194,40 @@ def _calling(
         known = _again.get(key, _unseen)
         if known is not None and known():
             return
+        check_overlap(*given)
         aligned = not reduce(or_, filter(None, pointers), 0) & 15
-        if not (aligned and at is not None and at(*pointers)):
+        if not (aligned and at(*pointers)):
             run(*given)
         elif known is _unseen:
             if len(_again) >= _MOST_AGAIN:
                 _again.clear()
             _again[key] = None
         elif known is None:
-            _again[key] = run.again(*pointers)
+            _again[key] = again(*pointers)
 
-    def into(*given: Any) -> tuple[Tensor, Tensor | None]:
+    return start
+
+
+def _calling(
+    run: Any, check_overlap: MemoryOverlap, new_out: Any, new_lse: Any, resized: bool = False
+) -> Callable[..., Any]:
+    """resized: the tensors are of other sizes than those that ``check_overlap`` was made for."""
+
+    def check(*given: Any) -> None:
         nonlocal check_overlap, resized
-        lse = new_lse()
-        given = (*given[:_LSE], lse, *given[_LSE + 1 :])
         if resized:
             check_overlap, resized = check_overlap.resized(*given), False
         check_overlap(*given)
-        start(*given)
+
+    # New memory overlaps none.
+    start = _starting(run, run.at, run.again, check if new_out is _nothing else _nothing)
+
+    def into(*given: Any) -> tuple[Tensor, Tensor | None]:
+        lse = new_lse()
+        start(*given[:_LSE], lse, *given[_LSE + 1 :])
         return given[_OUT], lse
 
     def anew(*given: Any) -> tuple[Tensor, Tensor | None]:
-        # New memory overlaps none.
         out, lse = new_out(), new_lse()
         start(*given[:_OUT], out, lse, *given[_LSE + 1 :])
         return out, lse
@@ -202,5 +239,5 @@ def _unseen() -> bool:
     return False
 
 
-def _nothing() -> Any:
+def _nothing(*_: Any) -> Any:
     return None

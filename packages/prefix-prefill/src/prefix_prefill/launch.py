@@ -23,13 +23,12 @@ from kernel_reference.launching import (
     by_alignment,
     device_properties,
     has_gluon,
-    launch_nothing,
     without_memory,
 )
 from prefix_prefill.addressing import Batch, Pages, chunk_of_keys, contiguous_tokens, largest_of, scaling
 from prefix_prefill.arguments import PrefillTensors
 from prefix_prefill.kernels import groups, portable
-from prefix_prefill.merging.launch import Sized, with_pieces, with_splits
+from prefix_prefill.merging.launch import LAUNCH_NOTHING, Sized, with_pieces, with_splits
 from prefix_prefill.merging.launch import prepare_merge as prepare_merge
 from prefix_prefill.plan import (
     DeviceLimits,
@@ -134,9 +133,11 @@ def _attending(batch: Batch, plan: PrefillPlan, forms: PrefillTensors, device: t
     return with_pieces(_hopper(*given), *given) if plan.hopper else with_splits(_portable(*given), *given)
 
 
-def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: PrefillTensors) -> Start:
+def prepare_prefill(problem: Problem, plan: PrefillPlan | None, tensors: PrefillTensors) -> Run:
     """What attends, called with tensors that look like these."""
-    return launch_nothing if problem.tokens == 0 else Layer(problem, plan, tensors).of_batch()
+    if problem.tokens == 0:
+        return LAUNCH_NOTHING
+    return Layer(problem, plan, tensors).of_batch()
 
 
 def _grid(problem: Problem, plan: PrefillPlan) -> tuple[int, int, int]:

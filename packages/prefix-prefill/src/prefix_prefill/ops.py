@@ -22,7 +22,16 @@ from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
 from kernel_reference.paging import LAYOUTS
 from prefix_prefill import arguments, reference
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, prefill_arguments
-from prefix_prefill.batches import Batches, Kind, direct_call, direct_cascade, free_sizes, has_free_sizes, of_any_batch
+from prefix_prefill.batches import (
+    Batches,
+    Kind,
+    direct_call,
+    direct_cascade,
+    direct_merge,
+    free_sizes,
+    has_free_sizes,
+    of_any_batch,
+)
 from prefix_prefill.cascade import arguments as levels
 from prefix_prefill.cascade.arguments import CascadeNumbers, CascadeTensors
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
@@ -49,9 +58,11 @@ for _schema in (
 launches = PreparedLaunches()
 _TENSORS = len(PrefillTensors._fields)
 _OUT, _LSE = PrefillTensors._fields.index("out"), PrefillTensors._fields.index("lse")
+_MERGE = ("merge",)
 _CASCADE_OUT = CascadeTensors._fields.index("out")
 _prefill = torch.ops.prefix_prefill.prefill.default
 _cascade = torch.ops.prefix_prefill.cascade.default
+_merge = torch.ops.prefix_prefill.merge.default
 
 
 def _fake_prefill(*given: Any) -> Problem:
@@ -175,25 +186,14 @@ def prefill(
 
 
 def cascade(
-    tensors: tuple[Any, ...], numbers: tuple[Any, ...], return_lse: bool = False, out_dtype: Any = None
-) -> tuple[Tensor, Tensor | None]:
+    tensors: tuple[Any, ...], numbers: tuple[Any, ...], return_lse: bool = False, out_dtype: Any = None,
+    asked: Kind | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same of the op ``cascade``, with the tensors of ``CascadeTensors``. No sizes are free: a step of other ones
-    takes the long way once.
+    takes the long way once. ``asked``: what :func:`cascade_again` was asked for.
     """
     q, given, *behind, out, lse, draft_mask = tensors
     first = given[0]
-    guarded: tuple[Any, ...] = ()
-    kind: tuple[Any, ...] = ()
-    if not torch.compiler.is_dynamo_compiling():
-        # Levels have one cache, mostly, and nothing looks like tensors of which two are one.
-        same = [(k is first.k_cache, v is first.v_cache) for k, v, *_ in given]
-        other = [None if one else x for level, alike in zip(given, same, strict=True)
-                 for x, one in zip(level[:2], alike, strict=True)]  # fmt: skip
-        guarded = (q, *first[:2], *other, *[x for level in given for x in level[2:]], *behind, out, draft_mask)
-        kind = ("cascade", return_lse, out_dtype, *same, *numbers)
-        direct = launches.direct(guarded, kind)
-        if direct is not None:
-            return direct(tensors)  # type: ignore[no-any-return]
     if out is None:
         check_choice("page_layout", numbers[1], LAYOUTS)
         size = (*q.shape[:2], arguments.value_dim(first.v_cache, numbers[1]))
@@ -201,14 +201,41 @@ def cascade(
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32) if return_lse else None
     whole = CascadeTensors._make((q, given, *behind, out, lse, draft_mask))
     _cascade(q, *[list(each) for each in zip(*given, strict=True)], *whole[2:], *numbers)
-    if guarded:
+    if asked is not None and _has_hash(asked):
 
         def prepared() -> Any:
             check_overlap, run = launches.find(_prepare_cascade, levels.flat(whole), numbers)
             return direct_cascade(check_overlap, run, tensors[_CASCADE_OUT] is None, out, lse)
 
-        launches.keep_direct(guarded, kind, prepared)
+        guarded, _, same = _one_cache(tensors)
+        launches.keep_direct(guarded, (*asked, same), prepared)
     return out, lse
+
+
+def cascade_again(tensors: tuple[Any, ...], asked: Kind) -> tuple[Tensor, Tensor | None] | None:
+    """The same by the short way, of options that nobody has looked at; None where there is none."""
+    guarded, flat, same = _one_cache(tensors)
+    direct = launches.direct(guarded, (*asked, same))
+    return None if direct is None else direct(flat)
+
+
+def _one_cache(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], tuple[bool, ...]]:
+    """The tensors that tell a cascade from others; all of them in one list; and which levels have the first one's keys,
+    and values.
+
+    Levels have one cache, mostly, and nothing looks like tensors of which two are one.
+    """
+    q, given, *behind, out, lse, draft_mask = tensors
+    k_cache, v_cache = given[0][:2]
+    flat, guarded = [q], [q, k_cache, v_cache]
+    same: list[bool] = []
+    for level in given:
+        k, v, *others = level
+        flat += level
+        same += (k is k_cache, v is v_cache)
+        guarded += (None if k is k_cache else k, None if v is v_cache else v, *others)
+    flat += (*behind, out, lse, draft_mask)
+    return (*guarded, *behind, out, draft_mask), flat, (*same,)
 
 
 def _prepare_merge(tensors: tuple[Any, ...], _: tuple[Any, ...]) -> Any:
@@ -222,6 +249,27 @@ def _kernel_merge(*tensors: Tensor) -> None:
     check_overlap, run = launches.find(_prepare_merge, tensors, ())
     check_overlap(*tensors)
     run(*tensors)
+
+
+def merge(tensors: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Call the op with out_a, lse_a, out_b, lse_b and out, which is made if it is None; or the short way."""
+    if not torch.compiler.is_dynamo_compiling():
+        direct = launches.direct(tensors, _MERGE)
+        if direct is not None:
+            return direct(*tensors)  # type: ignore[no-any-return]
+    *parts, out = tensors
+    result = parts[0].new_empty(parts[0].shape) if out is None else out
+    lse = parts[1].new_empty(parts[1].shape)
+    given = (*parts, result, lse)
+    _merge(*given)
+    if not torch.compiler.is_dynamo_compiling():
+
+        def prepared() -> Any:
+            check_overlap, run = launches.find(_prepare_merge, given, ())
+            return direct_merge(check_overlap, run, out is None, result, lse)
+
+        launches.keep_direct(tensors, _MERGE, prepared)
+    return result, lse
 
 
 implement(_library, "prefill", reference=reference.prefill, kernel=_kernel_prefill, fake=_fake_prefill)

@@ -79,45 +79,68 @@ def context_attention_fwd(
     Raises:
         TypeError, ValueError: as there, under these names.
     """
+    own_out, out_number = as_scale("fp8_out_scale", fp8_out_scale)
+    own_k, k_number = as_scale("k_scale", k_scale)
+    own_v, v_number = as_scale("v_scale", v_scale)
+
+    def check_tensors() -> None:
+        check_dense(
+            q=q, k=k, v=v, o=o, k_cache=k_cache, v_cache=v_cache,
+            **given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k, v_scale=own_v, fp8_out_scale=own_out),
+        )  # fmt: skip
+        arguments.check_q(q)
+
+    try:
+        stored_k, stored_v = _as_stored(kv_cache_dtype, k_cache=k_cache, v_cache=v_cache)
+        if stored_k.dtype not in FP8:
+            own_k, k_number, own_v, v_number = None, 1.0, None, 1.0
+    except REFUSALS:
+        check_tensors()
+        raise
+    tensors = (
+        q, k, v, stored_k, stored_v, b_loc, b_start_loc, b_seq_len, alibi_slopes, sinks, own_k, own_v, own_out, o, None,
+        None,
+    )  # fmt: skip
+    asked = None
+    if not torch.compiler.is_dynamo_compiling():
+        # As prefix_prefill has it: what was found right once need not be looked at again.
+        asked = ops.asked(
+            "context_attention_fwd", ops.rounded(max_seq_len), max_input_len, k_number, v_number, out_number,
+            k_scale is None, v_scale is None, fp8_out_scale is None, sliding_window, sm_scale, skip_decode, causal,
+        )  # fmt: skip
+        served = ops.launches.direct(tensors, asked)
+        if served is not None:
+            try:
+                served(*tensors)
+            except ValueError:
+                arguments.overlap_of_prefill(PrefillTensors(*tensors), _NAMES)(*tensors)
+                raise
+            return
     max_seq_len, max_input_len = as_int("max_seq_len", max_seq_len), as_int("max_input_len", max_input_len)
     check_bool("skip_decode", skip_decode)
     check_bool("causal", causal)
     reach = 0 if sliding_window is None else as_int("sliding_window", sliding_window)
     left, right = as_window((max(reach, 0) - 1, -1), causal)
     scale = None if sm_scale is None else as_float("sm_scale", sm_scale)
-    own_out, out_number = as_scale("fp8_out_scale", fp8_out_scale)
-    own_k, k_number = as_scale("k_scale", k_scale)
-    own_v, v_number = as_scale("v_scale", v_scale)
     try:
         if torch.is_grad_enabled() or are_active():
             refuse_derivatives(
                 q=q, k=k, v=v, o=o, k_cache=k_cache, v_cache=v_cache, alibi_slopes=alibi_slopes, sinks=sinks,
                 k_scale=own_k, v_scale=own_v, fp8_out_scale=own_out,
             )  # fmt: skip
-        stored_k, stored_v = _as_stored(kv_cache_dtype, k_cache=k_cache, v_cache=v_cache)
         if stored_k.dtype in FP8:
             require_scales(stored_k, stored_v, k_scale, v_scale)
-        else:
-            own_k, k_number, own_v, v_number = None, 1.0, None, 1.0
         require_out_scale(o, fp8_out_scale, _NAMES)
         softmax_scale = q.shape[2] ** -0.5 if scale is None else scale
     except REFUSALS:
-        check_dense(
-            q=q, k=k, v=v, o=o, k_cache=k_cache, v_cache=v_cache,
-            **given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=own_k, v_scale=own_v, fp8_out_scale=own_out),
-        )  # fmt: skip
-        arguments.check_q(q)
+        check_tensors()
         raise
-    tensors = (
-        q, k, v, stored_k, stored_v, b_loc, b_start_loc, b_seq_len, alibi_slopes, sinks, own_k, own_v, own_out, o, None,
-        None,
-    )  # fmt: skip
     numbers = (
         max_input_len, "x-packed", softmax_scale, left, right, 0.0, skip_decode, k_number, v_number, out_number, 0,
         max_seq_len,
     )  # fmt: skip
     try:
-        ops.prefill(tensors, numbers)
+        ops.prefill(tensors, numbers, asked=asked)
     except (*REFUSALS, ValueError):
         # The op knows its arguments by other names.
         check_dense(

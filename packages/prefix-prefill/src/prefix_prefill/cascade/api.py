@@ -27,6 +27,8 @@ from prefix_prefill.arguments import FP8, NAMES
 from prefix_prefill.cascade.arguments import CascadeLevel
 
 Tensor = torch.Tensor
+# Sequences of levels that need no closer look where they hold nothing else.
+_PLAIN = {list, tuple}
 
 
 @overload
@@ -98,15 +100,29 @@ def cascade_attention(
             device memory are checked on a CPU, and on a GPU inside ``kernel_reference.checks.validate_values``.
             Unchecked, a group whose length cannot be has no keys on its level; on the last its rows are 0 and -inf.
     """
-    max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     own_k, k_number = as_scale("k_scale", k_scale)
     own_v, v_number = as_scale("v_scale", v_scale)
     own_out, out_number = as_scale("out_scale", out_scale)
+    if type(levels) not in _PLAIN or {*map(type, levels)} != {CascadeLevel}:
+        _check(levels)
+    tensors = (q, tuple(levels), sinks, own_k, own_v, own_out, out, None, draft_mask)
+    asked = None
+    if not torch.compiler.is_dynamo_compiling():
+        # As prefix_prefill has it: what was found right once need not be looked at again.
+        asked = ops.asked(
+            "cascade_attention", return_lse, max_seqlen_q, page_layout, softmax_scale, softcap, num_splits, k_number,
+            v_number, out_number, k_scale is None, v_scale is None, out_scale is None,
+        )  # fmt: skip
+        served = ops.cascade_again(tensors, asked)
+        if served is not None:
+            result, lse = served
+            return result if lse is None else AttentionResult(result, lse)
+    _check(levels)
+    max_seqlen_q = as_int("max_seqlen_q", max_seqlen_q)
     check_bool("return_lse", return_lse)
     scale = None if softmax_scale is None else as_float("softmax_scale", softmax_scale)
     softcap = as_float("softcap", softcap)
     splits = as_splits(num_splits)
-    _check(levels)
     try:
         if torch.is_grad_enabled() or are_active():
             refuse_derivatives(q=q, sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out)
@@ -121,8 +137,7 @@ def cascade_attention(
             max_seqlen_q, page_layout, q.shape[2] ** -0.5 if scale is None else scale, softcap, k_number, v_number,
             out_number, splits,
         )  # fmt: skip
-        tensors = (q, tuple(levels), sinks, own_k, own_v, own_out, out, None, draft_mask)
-        result, lse = ops.cascade(tensors, numbers, return_lse, None if out_scale is None else FP8[0])
+        result, lse = ops.cascade(tensors, numbers, return_lse, None if out_scale is None else FP8[0], asked)
     except REFUSALS:
         named = given(sinks=sinks, k_scale=own_k, v_scale=own_v, out_scale=own_out, out=out, draft_mask=draft_mask)
         check_dense(q=q, **named)

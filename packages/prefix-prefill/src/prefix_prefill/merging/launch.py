@@ -5,17 +5,20 @@ Each comes with the workspace that the attention before it leaves its partial re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import Any
 
 import torch
 
 from kernel_reference.dispatch import allocator_of
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, Run, launch_nothing
+from kernel_reference.memory import lasting
+from kernel_reference.packing import Late
 from prefix_prefill.addressing import Batch, largest_of
 from prefix_prefill.arguments import MergeTensors, PrefillTensors
 from prefix_prefill.kernels import merge
@@ -33,6 +36,7 @@ _MERGING = 16
 # Numbers of an entry that says which tile is in pieces: see kernels/merge.py.
 _ENTRY = 8
 _TENSORS = len(PrefillTensors._fields)
+LAUNCH_NOTHING = Run(launch_nothing, lambda *_: False)
 
 
 def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTensors, device: torch.device) -> Sized:
@@ -100,14 +104,14 @@ def _without_pieces(attend: Run, noted_on: torch.device | None) -> Run:
     def pieces() -> tuple[int | None, ...]:
         return 3 * (None if noted_on is None else _nothing_in_parts(noted_on).data_ptr(),)
 
-    def at(*pointers: int | None) -> bool:
-        return attend.at(*pointers, *pieces())
+    def with_places(*pointers: Any) -> tuple[Any, ...]:
+        return *pointers[:_TENSORS], *pieces(), *pointers[_TENSORS:]
 
-    def again(*pointers: int | None) -> Callable[..., bool] | None:
-        begin = attend.again(*pointers)
-        return None if begin is None else partial(begin, pieces())
-
-    return Run(run, at, again)
+    return Run(
+        run,
+        lambda *pointers: attend.at(*with_places(*pointers)),
+        lambda *pointers: attend.again(*with_places(*pointers)),
+    )
 
 
 @lru_cache
@@ -116,7 +120,7 @@ def _nothing_in_parts(device: torch.device) -> Tensor:
     its own would take each call 1 us. Calls of the op have some: torch.compile's CUDA graphs own what is allocated
     under them, and refuse what stays.
     """
-    return torch.empty((1, _ENTRY), dtype=torch.int64, device=device)
+    return lasting(lambda: torch.empty((1, _ENTRY), dtype=torch.int64, device=device), device)
 
 
 def _attend_and_merge(attend: Run, merge_pieces: Launch, sizes: tuple[int, int, int], device: torch.device) -> Run:
@@ -134,24 +138,40 @@ def _attend_and_merge(attend: Run, merge_pieces: Launch, sizes: tuple[int, int, 
         attend(*tensors[:_TENSORS], part, part_lse, noted, *tensors[_TENSORS:])
         merge_pieces(given.sinks, given.out_scale, given.out, given.lse, part, part_lse, noted)
 
-    def start(begin: Callable[[tuple[int, ...]], bool], *results: int | None) -> bool:
+    def merged(*pointers: Any) -> tuple[Any, ...]:
+        given = PrefillTensors(*pointers[:_TENSORS])
+        return given.sinks, given.out_scale, given.out, given.lse
+
+    def at(*pointers: Any) -> bool:
         workspace = new_workspace()
         part = workspace.data_ptr()
-        pieces = (part, part + ends[0], part + ends[1])
-        return merge_pieces.is_ready() and begin(pieces) and merge_pieces.at(*results, *pieces)
+        pieces = part, part + ends[0], part + ends[1]
+        started = merge_pieces.is_ready() and attend.at(*pointers[:_TENSORS], *pieces, *pointers[_TENSORS:])
+        return started and merge_pieces.at(*merged(*pointers), *pieces)
 
-    def results(*pointers: int | None) -> tuple[int | None, ...]:
-        *_, sinks, _, _, out_scale, out, lse, _ = pointers
-        return sinks, out_scale, out, lse
+    def again(*pointers: Any) -> Callable[..., bool] | None:
+        pieces = _late_behind(pointers, 3)
+        attend_again = attend.again(*pointers[:_TENSORS], *pieces, *pointers[_TENSORS:])
+        merge_again = merge_pieces.again(*merged(*pointers), *pieces)
+        if attend_again is None or merge_again is None:
+            return None
+        behind_part, behind_lse, _ = ends
 
-    def at(*pointers: int | None) -> bool:
-        return start(lambda pieces: attend.at(*pointers, *pieces), *results(*pointers))
+        def start(*late: int) -> bool:
+            workspace = new_workspace()
+            part = workspace.data_ptr()
+            late = *late, part, part + behind_part, part + behind_lse
+            return attend_again(*late) and merge_again(*late)
 
-    def again(*pointers: int | None) -> Callable[..., bool] | None:
-        begin = attend.again(*pointers)
-        return None if begin is None else partial(start, begin, *results(*pointers))
+        return start
 
     return Run(run, at, again)
+
+
+def _late_behind(pointers: Sequence[Any], count: int) -> tuple[Late, ...]:
+    """So many addresses more that are not known before."""
+    known = sum([type(pointer) is Late for pointer in pointers])
+    return tuple([Late(number) for number in range(known, known + count)])
 
 
 @lru_cache(256)
@@ -171,7 +191,11 @@ def with_splits(
 
         def whole(batch: Batch) -> Run:
             start = attend(batch)
-            return Run(lambda *tensors: start(*tensors[:_TENSORS], nothing(), *tensors[_TENSORS:]), _never)
+            return Run(
+                lambda *tensors: start(*tensors[:_TENSORS], nothing(), *tensors[_TENSORS:]),
+                lambda *pointers: start.at(*pointers[:_TENSORS], 0, *pointers[_TENSORS:]),
+                lambda *pointers: start.again(*pointers[:_TENSORS], 0, *pointers[_TENSORS:]),
+            )
 
         return whole
     problem = first.problem
@@ -210,22 +234,41 @@ def with_splits(
             of_batch = (given.cu_seqlens_q, given.seqlens_k)
             merge_splits(*of_batch, given.sinks, given.out_scale, given.out, given.lse, workspace)
 
-        return Run(run, _never)
+        def merged(*pointers: Any) -> tuple[Any, ...]:
+            given = PrefillTensors(*pointers[:_TENSORS])
+            return given.cu_seqlens_q, given.seqlens_k, given.sinks, given.out_scale, given.out, given.lse
+
+        def at(*pointers: Any) -> bool:
+            workspace = new_workspace()
+            place = workspace.data_ptr()
+            started = merge_splits.is_ready() and start.at(*pointers[:_TENSORS], place, *pointers[_TENSORS:])
+            return started and merge_splits.at(*merged(*pointers), place)
+
+        def again(*pointers: Any) -> Callable[..., bool] | None:
+            (place,) = _late_behind(pointers, 1)
+            attend_again = start.again(*pointers[:_TENSORS], place, *pointers[_TENSORS:])
+            merge_again = merge_splits.again(*merged(*pointers), place)
+            if attend_again is None or merge_again is None:
+                return None
+
+            def begin(*late: int) -> bool:
+                workspace = new_workspace()
+                late = *late, workspace.data_ptr()
+                return attend_again(*late) and merge_again(*late)
+
+            return begin
+
+        return Run(run, at, again)
 
     return sized
 
 
-def _never(*_: int | None) -> bool:
-    """The portable kernel's launches take tensors: for their workspace, too, has a type."""
-    return False
-
-
-def prepare_merge(tensors: MergeTensors) -> Callable[..., None]:
+def prepare_merge(tensors: MergeTensors) -> Run | Launch:
     """What merges two results, called with tensors that look like these."""
     out_a, lse_a, out_b, lse_b, out, lse = tensors
     rows, num_heads, head_dim = out_a.shape
     if out_a.numel() == 0:
-        return launch_nothing
+        return LAUNCH_NOTHING
     strides = [merge.Strides(*(x.stride() for x in pair)) for pair in ((out_a, lse_a), (out_b, lse_b), (out, lse))]
     rest = (rows, *strides, num_heads, head_dim, max(16, power_of_two_at_least(head_dim)), _MERGED_ROWS)
     grid = (cdiv(rows, _MERGED_ROWS) * num_heads, 1, 1)

@@ -47,9 +47,9 @@ class Driver:
         values = [
             struct.unpack_from(f"<{kind}", ctypes.string_at(at, 8))[0] for kind, at in zip(FORMATS, places, strict=True)
         ]
-        own = (packing._Attribute * it.count).from_address(it.attributes)
+        own = (packing.Attribute * it.count).from_address(it.attributes)
         attributes = [(attribute.id, attribute.value[0]) for attribute in own]
-        shape = (tuple(it.grid), tuple(it.block), it.shared, it.stream)
+        shape = (*(getattr(it, size) for size in packing.SIZES), it.stream)
         self.launched.append((function.value, shape, attributes, place, values))
         return 0
 
@@ -87,7 +87,7 @@ def test_the_driver_is_handed_every_argument_and_late_addresses_as_they_come(dri
     begin = packer.pack(GRID, arguments(Late(1), Late(0)), lambda: False)
     for out, workspace in ((32, 48), (80, 96), (16, 2**48)):
         assert begin(out, workspace)
-    shape = (GRID, (128, 1, 1), 8192)
+    shape = (*GRID, 128, 1, 1, 8192)
     assert driver.launched == [
         (17, (*shape, stream + 100), [(6, 1)], MAP.place, values(workspace, out))
         for stream, (out, workspace) in zip(streams, ((32, 48), (80, 96), (16, 2**48)), strict=False)

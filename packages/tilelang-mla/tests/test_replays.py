@@ -62,7 +62,7 @@ class Driver:
         assert values[3][:8] == b"\1" * 8
         assert values[3][16:] == b"\2" * 112
         maps = [struct.unpack_from("<Q", value, 8)[0] for value in values[3:5]]
-        own = (driver._Attribute * config._obj.count).from_address(config._obj.attributes)
+        own = (driver.Attribute * config._obj.count).from_address(config._obj.attributes)
         self.attributes.append({attribute.id: tuple(attribute.value[:3]) for attribute in own})
         self.launched.append((function.value, (*maps, *words[:3], *words[6:]), config._obj.stream))
         return 0

@@ -33,7 +33,8 @@ _FORMATS = {
     "u1": "B7x", "u8": "B7x", "u16": "H6x", "u32": "I4x", "u64": "Q",
     "fp32": "f4x", "f32": "f4x", "fp64": "d", "*": "Q", _MAP: "8x",
 }  # fmt: skip
-_MAY_START_BEFORE_THE_LAST_HAS_ENDED = 6
+# Of CUlaunchAttributeID.
+MAY_START_BEFORE_THE_LAST_HAS_ENDED = 6
 # Of any launch in Triton, behind its arguments: memory of its own and a profiler's, of which there is none here.
 _SCRATCH = ("*", "*")
 
@@ -44,18 +45,21 @@ class Late(NamedTuple):
     number: int
 
 
-class _Attribute(ctypes.Structure):
+class Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
     _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int * 16))
 
 
-class _Config(ctypes.Structure):
+# Programs of a grid, threads of a program, bytes of shared memory.
+SIZES = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
+
+
+class Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p), ("attributes", c_void_p),
-        ("count", c_uint),
+        *((name, c_uint) for name in SIZES), ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint)
     )  # fmt: skip
 
 
@@ -75,8 +79,8 @@ class Packer:
         leaves = [*_leaves(kinds), *_SCRATCH]
         self._maps = [i for i, kind in enumerate(leaves) if kind == _MAP]
         self._struct = struct.Struct("<" + "".join([_FORMATS[kind] for kind in leaves]))
-        own = [_Attribute(_MAY_START_BEFORE_THE_LAST_HAS_ENDED, 0, (c_int * 16)(1))] if dependent else []
-        self._attributes = (_Attribute * len(own))(*own)
+        own = [Attribute(MAY_START_BEFORE_THE_LAST_HAS_ENDED, 0, (c_int * 16)(1))] if dependent else []
+        self._attributes = (Attribute * len(own))(*own)
         self._launch = driver().launch
 
     def pack(
@@ -111,7 +115,7 @@ class Packer:
             for i, place in maps.items():
                 places[i] = place
             at = ctypes.addressof(attributes), len(attributes)
-            config = _Config(grid, (self._shape[0], 1, 1), self._shape[1], None, *at)
+            config = Config(*grid, self._shape[0], 1, 1, self._shape[1], None, *at)
             return memory, config, (byref(config), function, (c_void_p * len(places))(*places), None)
 
         # Each thread that starts it has memory of its own meanwhile.

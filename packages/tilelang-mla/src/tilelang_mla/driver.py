@@ -21,16 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernel_reference.packing import MAY_START_BEFORE_THE_LAST_HAS_ENDED, SIZES, Attribute, Config
+
 # CUtensorMap, which is aligned so; an address.
 _MAP, _ALIGNED, _ADDRESS = 128, 64, 8
 # Encoded descriptors that a launch keeps, of each of its tensors: as many as a model has layers.
 _MOST_MAPS = 512
-_RELAXED, _PROGRAMS_OF_A_CLUSTER, _MAY_START_BEFORE_THE_LAST_HAS_ENDED = 2, 4, 6
-_SIZES = ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")
+_RELAXED, _PROGRAMS_OF_A_CLUSTER = 2, 4
 
 
 class Found(NamedTuple):
-    """A launch: CUfunction; programs, threads and bytes of shared memory as in _SIZES; its parameters' bytes.
+    """A launch: CUfunction; programs, threads and bytes of shared memory as in SIZES; its parameters' bytes.
 
     cluster: its programs in each dimension, 0 where there are none.
     """
@@ -45,22 +46,8 @@ class _Node(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 
     _fields_ = (
-        ("function", c_void_p), *((name, c_uint) for name in _SIZES), ("parameters", ctypes.POINTER(c_void_p)),
+        ("function", c_void_p), *((name, c_uint) for name in SIZES), ("parameters", ctypes.POINTER(c_void_p)),
         ("extra", c_void_p), ("kernel", c_void_p), ("context", c_void_p),
-    )  # fmt: skip
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        *((name, c_uint) for name in _SIZES), ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint)
     )  # fmt: skip
 
 
@@ -109,7 +96,7 @@ class Driver:
             parameters.append(ctypes.string_at(node.parameters[len(parameters)], size.value))
         value = (c_int * 16)()
         self._call("cuGraphKernelNodeGetAttribute", c_void_p(nodes[0]), c_int(_PROGRAMS_OF_A_CLUSTER), byref(value))
-        return Found(function.value or 0, tuple(getattr(node, name) for name in _SIZES), parameters, tuple(value[:3]))
+        return Found(function.value or 0, tuple(getattr(node, name) for name in SIZES), parameters, tuple(value[:3]))
 
     def readdress(self, place: int, address: int) -> None:
         """Let the CUtensorMap at ``place`` be that of another tensor of the same form."""
@@ -151,11 +138,11 @@ class Replay:
         self._maps: list[tuple[int, int, dict[int, bytes]]] = [(places[n], position, {}) for n, position in maps]
         self._at = [0] * len(maps)
         self._parameters = (c_void_p * len(places))(*[base + place for place in places])
-        own = [_Attribute(_MAY_START_BEFORE_THE_LAST_HAS_ENDED, 0, (c_int * 16)(1))] if dependent else []
+        own = [Attribute(MAY_START_BEFORE_THE_LAST_HAS_ENDED, 0, (c_int * 16)(1))] if dependent else []
         if any(found.cluster):
-            own.append(_Attribute(_PROGRAMS_OF_A_CLUSTER, 0, (c_int * 16)(*found.cluster)))
-        self._attributes = (_Attribute * len(own))(*own)
-        self._config = _Config(*found.sizes, None, ctypes.addressof(self._attributes), len(own))
+            own.append(Attribute(_PROGRAMS_OF_A_CLUSTER, 0, (c_int * 16)(*found.cluster)))
+        self._attributes = (Attribute * len(own))(*own)
+        self._config = Config(*found.sizes, None, ctypes.addressof(self._attributes), len(own))
         self._launched = (byref(self._config), c_void_p(found.function), self._parameters, None)
         self._lock = Lock()
 

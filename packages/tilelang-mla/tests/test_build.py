@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from threading import Barrier, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,29 @@ def test_z3_has_its_setting_again_when_the_last_kernel_is_lowered(launch, z3) ->
     with pytest.raises(RuntimeError), launch.quick_proofs():
         raise RuntimeError
     assert z3.get_param(SOLVER) == "5"
+
+
+def test_simplifications_behind_which_others_do_the_same_are_left_out(launch) -> None:
+    from tilelang_mla.kernels.passes import Fewer
+
+    one = Fewer()
+    passes = ("tl.InjectAssumes", "tl.Simplify", "tl.UnrollLoop", "tl.Simplify", "tl.Simplify", "tl.UnrollLoop",
+              "s_tir.RenormalizeSplitPattern", "tirx.Simplify")  # fmt: skip
+    left_out = [i for i, name in enumerate(passes) if not one.should_run(None, SimpleNamespace(name=name))]
+    assert left_out == [3, 7]
+
+
+def test_passes_are_left_out_of_kernels_of_this_package_alone(launch) -> None:
+    from tilelang.instrumentation import compile_pass_instrumentation, create_pass_instruments
+
+    from tilelang_mla.kernels.passes import fewer_passes
+
+    with fewer_passes():
+        assert len(create_pass_instruments()) == 1
+    assert create_pass_instruments() == []
+    # Somebody looks at all of them.
+    with compile_pass_instrumentation(), fewer_passes():
+        assert create_pass_instruments() == []
 
 
 def test_a_kernel_is_lowered_with_the_earlier_solver_and_linked_once(launch, z3, monkeypatch, tmp_path) -> None:

@@ -386,7 +386,9 @@ def lowered(launch: Any, program: Any) -> str:
     from tilelang import tvm
     from tilelang.engine.lower import lower
 
-    context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS)
+    from tilelang_mla.kernels.passes import Fewer
+
+    context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS, instruments=[Fewer()])
     with context, tvm.target.Target(launch.TARGET), launch.quick_proofs():
         return str(lower(program, target=launch.TARGET).kernel_source)
 

@@ -24,6 +24,7 @@ from tilelang_mla.caches import views_of
 from tilelang_mla.forms import LINE, form_of, is_addressed, packed_form
 from tilelang_mla.kernels.build import executable_of, quick_proofs, side_by_side
 from tilelang_mla.kernels.cuda import text_of
+from tilelang_mla.kernels.passes import fewer_passes
 from tilelang_mla.plan import (
     DecodeProblem,
     DecodeTiles,
@@ -73,7 +74,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def compiled(name: str, **constants: Any) -> Any:
     """A compiled kernel, from TileLang's cache if it is there; it takes seconds otherwise."""
     text = text_of(name, **constants)
-    with quick_proofs():
+    with quick_proofs(), fewer_passes():
         # The cython backend would let all kernels of a stream overlap, not only those that wait for each other.
         return tilelang.compile(text, target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
 

@@ -256,6 +256,7 @@ def demo(session: nox.Session) -> None:
         wanted.append(f"{built}[{','.join(own)}]" if own else built)
     session.log("installing the wheels and what they need, of which torch is the largest")
     session.install(*constrain(session, runtime_pins()), *wanted, silent=False)
+    link_bytecode(Path(session.virtualenv.location))
     examples = sorted(ROOT.glob("packages/*/examples/demo.py"))
     run_installed(session, "python", "-m", "kernel_reference.bench.demo", *examples)
 

@@ -22,6 +22,7 @@ from urllib.request import urlopen
 
 import pytest
 import release as tool
+from environments import link_bytecode
 from packaging.version import Version
 from twine.utils import DEFAULT_REPOSITORY
 
@@ -582,6 +583,7 @@ def test_the_house_as_it_is_is_released_installed_and_run(tmp_path: Path, serve:
 
     assert others.wait() == 0
     ours = ["--isolated", "--index-url", index.simple, "gdn-split==0.2.0"]
+    link_bytecode(fresh)
     installed = run(tmp_path, python, "-m", "pip", "install", *ours)
     assert installed.returncode == 0, installed.stderr
     assert "kernel-reference-0.1.0" in installed.stdout

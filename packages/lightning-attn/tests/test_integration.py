@@ -742,6 +742,17 @@ def test_a_captured_graph_replays_the_bits_of_plain_calls(make, function, inputs
 
 
 @gpu
+@pytest.mark.torch_compile
+@pytest.mark.parametrize(
+    ("name", "static"), [("attention", ()), ("varlen", (5,)), ("packed", ()), ("decode", (3,)), ("commit", (2,))]
+)
+def test_graphs_that_torch_compile_captures_replay_the_bits_of_plain_calls(make, name, static) -> None:
+    function, inputs = PUBLIC[name]
+    calls = [inputs(make, sequences, seed=sequences) for sequences in (5, 3, 4)]
+    contract.check_compiled_graphs(function, *calls, static=static)
+
+
+@gpu
 @pytest.mark.parametrize("heads", [8, 64])
 def test_a_captured_graph_of_a_model_replays_other_lengths_of_the_same_most(make, heads: int) -> None:
     """Of 8 heads by segments, of 64 in one go."""

@@ -725,6 +725,14 @@ def test_trap_a_captured_graph_replays_the_bits_of_plain_calls(make, function, i
 
 
 @gpu
+@pytest.mark.torch_compile
+@pytest.mark.parametrize("name", ["prefill", "decode", "plan and decode", "decode as engines do"])
+def test_trap_graphs_that_torch_compile_captures_replay_the_bits_of_plain_calls(make, name) -> None:
+    function, inputs = PUBLIC[name]
+    contract.check_compiled_graphs(function, *(inputs(make, sequences, seed=sequences) for sequences in (5, 3, 4)))
+
+
+@gpu
 def test_trap_a_graph_with_a_plan_of_other_lengths_replays_right_results(tensors) -> None:
     """The plan is made once, outside the graph; lengths are refilled, up to the same maximum."""
     batch = tensors.decode([8192, 1, 700, 64], heads=16, page=64)

@@ -219,21 +219,21 @@ def cascade_again(tensors: tuple[Any, ...], asked: Kind) -> tuple[Tensor, Tensor
     return None if direct is None else direct(flat)
 
 
-def _one_cache(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], tuple[bool, ...]]:
-    """The tensors that tell a cascade from others; all of them in one list; and which levels have the first one's keys,
-    and values.
+def _one_cache(tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any], tuple[tuple[bool, bool], ...]]:
+    """The tensors that tell a cascade from others; all of them in one list; and whether each level has the first one's
+    keys, and values.
 
     Levels have one cache, mostly, and nothing looks like tensors of which two are one.
     """
     q, given, *behind, out, lse, draft_mask = tensors
     k_cache, v_cache = given[0][:2]
     flat, guarded = [q], [q, k_cache, v_cache]
-    same: list[bool] = []
+    same: list[tuple[bool, bool]] = []
     for level in given:
-        k, v, *others = level
         flat += level
-        same += (k is k_cache, v is v_cache)
-        guarded += (None if k is k_cache else k, None if v is v_cache else v, *others)
+        k, v = alike = level[0] is k_cache, level[1] is v_cache
+        same.append(alike)
+        guarded += level[2:] if k and v else [x for x in level if x is not k_cache and x is not v_cache]
     flat += (*behind, out, lse, draft_mask)
     return (*guarded, *behind, out, draft_mask), flat, (*same,)
 

@@ -91,7 +91,9 @@ def context_attention_fwd(
         arguments.check_q(q)
 
     try:
-        stored_k, stored_v = _as_stored(kv_cache_dtype, k_cache=k_cache, v_cache=v_cache)
+        stored_k, stored_v = k_cache, v_cache
+        if kv_cache_dtype != "auto":
+            stored_k, stored_v = _as_stored(kv_cache_dtype, k_cache=k_cache, v_cache=v_cache)
         if stored_k.dtype not in FP8:
             own_k, k_number, own_v, v_number = None, 1.0, None, 1.0
     except REFUSALS:
@@ -157,8 +159,6 @@ def context_attention_fwd(
 
 def _as_stored(kv_cache_dtype: str, **caches: Tensor) -> list[Tensor]:
     """The caches in the dtype that they hold."""
-    if kv_cache_dtype == "auto":
-        return [*caches.values()]
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in _CACHE_DTYPES:
         wanted = ", ".join(["auto", *_CACHE_DTYPES])
         fail("kv_cache_dtype", f"one of {wanted}", describe(kv_cache_dtype))

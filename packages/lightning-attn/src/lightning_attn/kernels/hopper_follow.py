@@ -17,7 +17,6 @@ from lightning_attn.kernels.decay import (
     base_two_rate,
     decay_over,
     into_float16,
-    inverse,
     rest_of_rate,
     unit_of,
 )
@@ -52,7 +51,7 @@ def outputs(tiles, b_o, sizes: gl.constexpr):
     """Outputs in their own dtype."""
     dtype: gl.constexpr = tiles.scores.dtype
     if dtype == gl.float16:
-        b_o = b_o * inverse(tiles.up.load(gl.SliceLayout(0, out_layout(sizes))))[None, :]
+        b_o = b_o * tiles.down.load(gl.SliceLayout(0, out_layout(sizes)))[None, :]
     return b_o.to(dtype)
 
 
@@ -148,7 +147,11 @@ def step(d_o, stages, tiles, o, work, chunk, state, waiting, decay, sizes: gl.co
         release_values(stages, chunk, sizes)
     seen = warpgroup_mma_wait(PIECES - (PIECES - 1) // 2 * 2, deps=[seen])
     mbarrier.wait(tiles.ready.index(0), chunk.i & 1)
-    b_seen = weighted(tiles, seen, b_down, sizes)
+    if dtype == gl.float16:
+        b_seen = seen * gl.convert_layout(b_down, gl.SliceLayout(1, L_O))[:, None]
+        b_seen = b_seen * tiles.up.load(gl.SliceLayout(0, L_O))[None, :]
+    else:
+        b_seen = weighted(tiles, seen, b_down, sizes)
     out = warpgroup_mma(v_tile.permute((1, 0)), tiles.scores, b_seen, is_async=True)
     ahead = ()
     if AHEAD:

@@ -19,14 +19,16 @@ class Stages(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Shared memory beside the ring: the weighted scores of one chunk, as an operand, and ``up``, what a query's scores
-    are scaled by (float16 alone), ``ready`` once they are there; the weights of states; and ``led``, once the state has
-    come to the program's own chunks.
+    """Shared memory beside the ring: the weighted scores of one chunk, as an operand, ``ready`` once they are there;
+    the weights of states; and ``led``, once the state has come to the program's own chunks.
+
+    In float16 a query's scores are scaled: ``up`` is ``seeing`` with that, and ``down`` undoes it.
     """
 
     scores: Any
     ready: Any
     up: Any
+    down: Any
     seeing: Any
     entering: Any
     led: Any

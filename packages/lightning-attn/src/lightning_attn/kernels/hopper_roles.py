@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lightning_attn.kernels.decay import base_two_rate, into_float16
+from lightning_attn.kernels.decay import base_two_rate, into_float16, seeing, unit_of
 from lightning_attn.kernels.hopper_apart import wait_for_call
 from lightning_attn.kernels.hopper_follow import follow
 from lightning_attn.kernels.hopper_groups import Decays, HeadRows, Pools, Span, Stages, Tiles
@@ -109,6 +109,10 @@ def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
         distance = -distance
     b_within = gl.where(distance >= 0, gl.exp2(-rate * gl.maximum(distance, 0).to(gl.float32)) * decays.scale, 0.0)
     b_zero = gl.zeros([CHUNK, CHUNK], gl.float32, L_SCORES)
+    if FP16:
+        unit = unit_of(decays.scale) if sizes.REVERSED else 1.0
+        b_seeing = seeing(rate, o_j, CHUNK, decays.scale, sizes.REVERSED) * unit
+        b_seeing_short = seeing(rate, o_j, rest, decays.scale, sizes.REVERSED) * unit
     if is_shared(sizes):
         # Barriers of the ring may have gone round since.
         mbarrier.wait(tiles.led.index(0), 0, pred=work.chunks > 0)
@@ -133,12 +137,13 @@ def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
                 b_scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), b_scores, use_acc=p > 0, is_async=True)
         b_scores = warpgroup_mma_wait(0, deps=[b_scores]) * b_within
         if FP16:
-            b_up, _ = into_float16(gl.max(gl.abs(b_scores), axis=1))
+            b_up, b_down = into_float16(gl.max(gl.abs(b_scores), axis=1))
             b_scores = b_scores * b_up[:, None]
         # Those of the chunk before have been multiplied once its stage is free.
         mbarrier.wait(stages.empty.index((i + STAGES - 1) % STAGES), ((i - 1) // STAGES) & 1, pred=i > 0)
         if FP16:
-            tiles.up.store(b_up)
+            tiles.up.store(gl.where(i == short, b_seeing_short, b_seeing) * b_up)
+            tiles.down.store(b_down)
             tiles.scores.permute((1, 0)).store(b_scores.to(dtype))
         else:
             tiles.scores.store(b_scores.to(dtype))
@@ -249,9 +254,10 @@ def prefill(
     seeing = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
     entering = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
     up = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
+    down = gl.allocate_shared_memory(gl.float32, [CHUNK], row_layout)
     fence_async_shared()
     stages = Stages(q_stages, k_stages, v_stages, full, full_v, empty, empty_v)
-    tiles = Tiles(scores, ready, up, seeing, entering, led)
+    tiles = Tiles(scores, ready, up, down, seeing, entering, led)
     decays = Decays(p_slopes, scale)
     # Registers of a thread: an SM has 65536. What these leave, the first has.
     gl.warp_specialize([

@@ -1,7 +1,7 @@
 """Do the CUDA functions of decoding do what they say, thread by thread, on a machine without a GPU?
 
-rows_of_keys.cpp and rows.cpp compile their own text for the CPU, with what PTX says of WGMMA's fragments and swizzles.
-They see neither barriers of the kernel nor bulk copies, which are not in that text.
+rows_of_keys.cpp, keys_16bit.cpp and rows.cpp compile their own text for the CPU, with what PTX says of fragments
+and swizzles. They see neither barriers of the kernel nor bulk copies, which are not in that text.
 """
 
 from __future__ import annotations
@@ -81,3 +81,13 @@ def test_loaders_by_rows_and_stores_of_tiles_put_each_element_at_its_address_and
     for name in OF_TWO:
         want += [(name, "0", elements)] * 2 + [(f"{name}, bytes sent", "0", bytes_sent)]
     assert re.findall(r"(.+): (-?\d+) (\d+)\n", said) == want, said
+
+
+def test_functions_of_keys_of_16_bits_as_rows_attend_as_float64_does(tmp_path) -> None:
+    """Sums of unlike size, lists with entries that are no keys, fewer heads than a tile has."""
+    said = re.findall(r"(.+): (\S+) (\S+) (\S+)\n", said_by("keys_16bit", tmp_path))
+    assert [name for name, *_ in said] == ["16 heads", "11 heads with sinks", "no rope, float16"]
+    for name, error, of_lse, of_max in said:
+        assert float(error) < (2**-9 if "float16" in name else 1.5 * 2**-8), name
+        assert float(of_lse) < 1e-4, name
+        assert float(of_max) < 1e-4, name

@@ -15,8 +15,9 @@ from kernel_reference.testing.contract import check_compiles, check_opcheck
 from kernel_reference.testing.guards import assert_bitwise_equal, canaried, poison_
 from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import DecodeTiles, PrefillPlan, flash_mla, flash_mla_sparse_fwd
-from tilelang_mla.plan import DecodeProblem, DeviceLimits, sparse_prefill_tiles
+from tilelang_mla.plan import DecodeProblem, DeviceLimits
 from tilelang_mla.sparse.arguments import SparsePrefillOptions, SparsePrefillTensors, check_sparse_prefill
+from tilelang_mla.sparse.tiles import of_few_heads, sparse_prefill_tiles, takes
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -112,7 +113,7 @@ def test_no_keys_no_tokens_and_scales_of_0_and_below(device) -> None:
 def test_kernels_attend_to_the_keys_that_tokens_list(device, width, heads) -> None:
     for topk, keys in ((70, 150), (2048, 5000), (64, 1)):
         prompt = Prompt(width, heads=heads, topk=topk, keys=keys, tokens=300, device=device)
-        for plan in (None, DecodeTiles(64, 64, 2)):
+        for plan in (None, DecodeTiles(64, 64, 2), DecodeTiles(64, 64, 2, by_rows=True)):
             for given in ({}, {"topk_length": prompt.topk_length, "attn_sink": prompt.attn_sink}):
                 prompt.check(prompt.run(**given, plan=plan), **given)
 
@@ -214,10 +215,12 @@ def test_the_plan_is_of_whole_lists_and_fits() -> None:
     for rope, heads in ((64, 128), (64, 16), (64, 64), (0, 128)):
         problem = DecodeProblem(heads, 512, rope, 1, 4096, 2048, 1, pages=65536)
         tiles = sparse_prefill_tiles(problem, limits)
-        # Keys of few heads are waited for.
         assert (tiles.num_parts(4096), tiles.block_n, tiles.num_stages, tiles.early) == (4096, 64, 2, heads > 16)
-        assert tiles.covers(problem)
-        assert tiles.loads_by_rows(problem)
+        # Of few heads keys are the rows of MMAs, in no other kernel.
+        few = heads == 16
+        assert takes(tiles, problem)
+        assert of_few_heads(tiles, problem) == few
+        assert tiles.covers(problem) == tiles.loads_by_rows(problem) == (not few)
         assert tiles.shared_memory(problem) <= limits.shared_memory
     assert not tiles.loads_by_rows(replace(problem, cache="e4m3"))
 
@@ -253,6 +256,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a result in q": ({"out": lambda p: p.q[..., :512]}, ValueError, r"^out must"),
     "a result of others": ({"out": lambda p: p.q[:2, :, :512].clone()}, ValueError, r"^out must be"),
     "a plan of parts": ({"plan": lambda _: DecodeTiles(64, 64, 2, 3)}, ValueError, r"^plan must be one of whole lists"),
+    "a plan of few heads in one stage": (
+        {"plan": lambda _: DecodeTiles(16, 64, 1, by_rows=True)}, ValueError, r"^plan must be one of whole lists"
+    ),
     "a plan of others": ({"plan": lambda _: PrefillPlan(128, 64, 2)}, TypeError, r"^plan must be"),
     "gradients": ({"q": lambda p: p.q.requires_grad_()}, ValueError, r"^q must be without gradient"),
     "an array": ({"kv": lambda p: p.kv.tolist()}, TypeError, r"^kv must be a torch.Tensor"),

@@ -28,9 +28,9 @@ from tilelang_mla.plan import (
     PrefillProblem,
     decode_tiles,
     plan_prefill,
-    sparse_prefill_tiles,
     tiles_8bit,
 )
+from tilelang_mla.sparse.tiles import sparse_prefill_tiles
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The kernels are for sm_90, whose blocks of keys do not depend on how many SMs there are.

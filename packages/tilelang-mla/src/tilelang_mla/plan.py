@@ -206,6 +206,10 @@ class DecodeTiles(Plan):
             held = 2 * self.block_m * (held + 2 * weights * self.block_n)
             return held + self.num_stages * _OF_STAGE * (key + 1) + 172 * self.block_m + _BESIDE + 2048
         width = problem.dim_nope + problem.dim_rope
+        if self.block_m == _NARROW:
+            # Keys of 16 bits are rows: q and weights twice, and what is known of rows.
+            held = 2 * self.block_m * (width + self.block_n) + self.num_stages * self.block_n * width
+            return held * problem.bits // 8 + 172 * self.block_m + _BESIDE + 1024
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.loads_by_rows(problem) else 0
         return held * problem.bits // 8 + raw + _BESIDE
@@ -296,7 +300,7 @@ def decode_tiles(
     ``rows``: query tokens x heads. ``max_seqlen_k`` None: any. ``known``: says of a comparison with it whether it holds
     for certain; while torch.compile traces, the number may be a symbol that only the device knows.
     """
-    block_n, num_stages = _keys_in_flight(dim_nope, dim_rope, limits, bits)
+    block_n, num_stages = keys_in_flight(dim_nope, dim_rope, limits, bits)
     # On an H200 by rows 274 us for 435 over pages of 16 at 128 heads, 165 for 228 at 16; over lists 84 for 127.
     by_rows = dim_nope == _LATENT and dim_rope in (0, _ROPE) and block_n == _OF_STAGE
     # 256 rows of 128 x 4096: 522 us for 566 (H100). Lists took 0.98 to 1.02 of the time; other sizes were not timed.
@@ -306,16 +310,6 @@ def decode_tiles(
     alone = max_seqlen_k is not None and known(max_seqlen_k <= _SHORT)
     spare = 0 if alone else WAVES * parts_at_once(rows, limits.cores)
     return DecodeTiles(_ROWS, block_n, num_stages, 1, spare, by_rows, early=early)
-
-
-def sparse_prefill_tiles(problem: DecodeProblem, limits: DeviceLimits) -> DecodeTiles:
-    """Those of sparse prefill, where each list is a sequence of one part.
-
-    Of few heads keys are waited for: a stage is to be free early. Scores of 32, 64 and 128 heads, asked for early, take
-    2290, 2466 and 4206 us for 2409, 2546 and 4431, of 16 2202 for 2198 (4096 tokens, H100).
-    """
-    block_n, num_stages = _keys_in_flight(problem.dim_nope, problem.dim_rope, limits, problem.bits)
-    return DecodeTiles(_ROWS, block_n, num_stages, by_rows=True, early=problem.num_heads > _NARROW)
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:
@@ -440,7 +434,7 @@ def merge_grid(sequences: int, rows: int, capacity: int, tiles: DecodeTiles, cor
     return min(each, sequences, _MERGED_BY_ONE), pieces
 
 
-def _keys_in_flight(dim_nope: int, dim_rope: int, limits: DeviceLimits, bits: int) -> tuple[int, int]:
+def keys_in_flight(dim_nope: int, dim_rope: int, limits: DeviceLimits, bits: int) -> tuple[int, int]:
     """Keys of a stage, and stages in shared memory beside a tile of q and its weights."""
     width = (dim_nope + dim_rope) * bits // 8
     for block_n, num_stages in ((64, 2), (32, 2), (32, 1)):

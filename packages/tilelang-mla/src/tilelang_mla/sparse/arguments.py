@@ -21,6 +21,7 @@ from kernel_reference.checks import (
 from tilelang_mla.arguments import check_dims, check_results, check_rows
 from tilelang_mla.caches import RECORD, check_8bit_cache, format_of
 from tilelang_mla.plan import DecodeProblem, DecodeTiles
+from tilelang_mla.sparse.tiles import takes
 
 Tensor = torch.Tensor
 
@@ -145,7 +146,7 @@ def check_sparse_prefill(
         kv.shape[0], options.sm_scale, False,
     )  # fmt: skip
     plan = DecodeTiles.from_ints(options.plan)
-    if plan is not None and not (plan.covers(problem) and plan.num_splits == 1 and plan.spare_parts == 0):
+    if plan is not None and not takes(plan, problem):
         fail("plan", f"one of whole lists made for {problem}", plan)
     return problem, plan
 

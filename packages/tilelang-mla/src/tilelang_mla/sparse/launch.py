@@ -11,18 +11,20 @@ from kernel_reference.launching import launch_nothing, on_device
 from kernel_reference.memory import nothing
 from tilelang_mla import launch
 from tilelang_mla.forms import LINE, form_of
-from tilelang_mla.plan import DecodeProblem, DecodeTiles, sparse_prefill_tiles
+from tilelang_mla.plan import DecodeProblem, DecodeTiles
 from tilelang_mla.sparse.arguments import SparsePrefillTensors
+from tilelang_mla.sparse.tiles import of_few_heads, sparse_prefill_tiles
 
 Tensor = torch.Tensor
 
 
 def prefill_sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel of sparse prefill is compiled for."""
-    return {
+    constants = {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
         "num_stages": tiles.num_stages, "by_rows": tiles.loads_by_rows(problem), "early": tiles.early,
     }  # fmt: skip
+    return constants | {"by_rows": True, "block_m": tiles.block_m} if of_few_heads(tiles, problem) else constants
 
 
 def prepare_prefill_sparse(

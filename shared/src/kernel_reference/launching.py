@@ -184,7 +184,7 @@ class Launch:
         """Every argument, as Triton takes it."""
         return *checked(self._given(tensors), self.group, tensors), *self.rest
 
-    def _kept_maps(self, addresses: tuple[int | Late | None, ...]) -> tuple[Any, ...] | None:
+    def _kept_maps(self, addresses: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """What C takes for the descriptors of tensors with these addresses; None where that is to be made."""
         return ()
 
@@ -339,7 +339,7 @@ class TmaLaunch(Launch):
             maps += one
         return tuple(maps)
 
-    def _kept_maps(self, addresses: tuple[int | Late | None, ...]) -> tuple[Any, ...] | None:
+    def _kept_maps(self, addresses: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return self._maps.get(addresses)
 
     def _bound(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:

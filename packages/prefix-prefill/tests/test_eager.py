@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -515,3 +516,43 @@ def test_a_call_of_the_op_keeps_no_memory(device, hopper, columns) -> None:
     assert len(seen) >= 10
     alive = [tensor for known in seen if (tensor := known()) is not None]
     assert [tensor.shape for tensor in alive if all(tensor is not cache for cache in server.cache)] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [20, 200], ids=["few keys", "in pieces"])
+def test_calls_whose_addresses_come_again_give_their_bits_in_graphs_and_on_other_threads(device, columns) -> None:
+    """What is handed to the driver alone, by several threads at a time."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, *cache = (
+        torch.randn(size, generator=generator, device=device).bfloat16()
+        for size in ((4, 32, 128), *2 * [(4 * columns, PAGE, 8, 128)])
+    )
+    table = torch.arange(4 * columns, dtype=torch.int32, device=device).view(4, columns)
+    cu, lengths = (torch.arange(n, dtype=torch.int32, device=device) for n in (5, 4))
+    lengths += columns * PAGE - 3
+    outs = [torch.empty_like(q) for _ in range(4)]
+
+    def attend(out: Tensor) -> None:
+        prefix_prefill.prefix_prefill(q, None, None, *cache, table, cu, lengths, max_seqlen_q=1, out=out)
+
+    attend(outs[0])
+    wanted = outs[0].clone()
+
+    def repeat(out: Tensor) -> bool:
+        same = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                out.zero_()
+                attend(out)
+                same.append(torch.equal(out, wanted))
+        return all(same)
+
+    assert all(map(repeat, outs))
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(repeat, outs))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(outs[0])
+    outs[0].zero_()
+    graph.replay()
+    assert_bitwise_equal(outs[0], wanted)

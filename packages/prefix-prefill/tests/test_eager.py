@@ -537,6 +537,7 @@ def test_calls_whose_addresses_come_again_give_their_bits_in_graphs_and_on_other
 
     attend(outs[0])
     wanted = outs[0].clone()
+    torch.cuda.synchronize()
 
     def repeat(out: Tensor) -> bool:
         same = []

@@ -460,20 +460,68 @@ def test_short_prompts_of_large_heads_have_the_kernel_that_decodes_if_each_progr
     assert plan_prefill(large, H200) == replace(plan_prefill(decoding, H200), num_splits=0)
     assert plan_prefill(large, H200).block_m == 64
     others = ({"capacity": 2064}, {"tokens": 272, "max_seqlen_q": 272}, {"new_kv": True}, {"softcap": 30.0},
-              {"left": 511}, {"joined": 1}, {"head_dim": 128, "head_dim_v": 128})  # fmt: skip
+              {"left": 511}, {"joined": 1}, {"head_dim": 96, "head_dim_v": 96})  # fmt: skip
     for other in others:
         assert plan_prefill(replace(large, **other), H200).block_m == 128
 
 
+def test_short_prompts_with_heads_of_128_have_the_kernel_that_decodes_while_two_programs_an_sm_fill_its_tiles() -> None:
+    """Of an odd number of tiles of 64 rows a sequence, of which tiles of 128 would leave a half empty, more."""
+    rows = {"tokens": 33, "sequences": 1, "longest": 33, "capacity": 2048, "new_kv": False}
+    short = problem_of(LLAMA_8B, **rows)
+    decoding = replace(short, tokens=1, max_seqlen_q=1)
+    assert plan_prefill(short, H200) == replace(plan_prefill(decoding, H200), num_splits=0, programs=132)
+    for sequences, new, rows, splits, programs in (
+        (1, 256, 64, 1, 132), (1, 512, 128, 1, 132), (4, 33, 64, 1, 132), (16, 33, 64, 1, 264), (17, 33, 128, 0, 132),
+        (2, 64, 64, 0, 132), (4, 128, 128, 0, 132), (3, 32, 64, 0, 132),
+    ):  # fmt: skip
+        plan = plan_prefill(replace(short, tokens=sequences * new, sequences=sequences, max_seqlen_q=new), H200)
+        assert (plan.block_m, plan.num_splits, plan.programs) == (rows, splits, programs), (sequences, new)
+    # A tree has them too; new keys, windows and pages of 1 were not timed so.
+    assert plan_prefill(replace(short, draft=True), H200).block_m == 64
+    for other in ({"new_kv": True}, {"left": 511}, {"page_size": 1}, {"alibi": True}, {"joined": 1}):
+        assert plan_prefill(replace(short, **other), H200).block_m == 128
+    # Of many keys there must be so few tiles that all programs share each.
+    long = replace(short, capacity=2**17)
+    for sequences, new, block_m in ((1, 33, 64), (2, 33, 64), (3, 33, 128), (1, 48, 64), (1, 49, 128), (1, 80, 64)):
+        plan = plan_prefill(replace(long, tokens=sequences * new, sequences=sequences, max_seqlen_q=new), H200)
+        assert (plan.block_m, plan.num_splits, plan.programs) == (block_m, 0, 264 if block_m == 64 else 132)
+    assert plan_prefill(replace(long, draft=True), H200).block_m == 128
+
+
+def test_heads_of_128_decode_by_two_programs_an_sm_and_drafts_of_few_tiles_by_one() -> None:
+    """More pieces of tiles of several tokens take longer to merge than they save."""
+    one = problem_of(LLAMA_8B, tokens=16, sequences=16, longest=1, capacity=2**17, new_kv=False)
+    two = PrefillPlan(64, 64, 0, 4, 2, hopper=True, programs=264, per_core=2)
+    drafts = replace(one, tokens=64, max_seqlen_q=4)
+    assert plan_prefill(one, H200) == plan_prefill(replace(drafts, sequences=17), H200) == two
+    assert plan_prefill(drafts, H200) == replace(two, programs=132)
+    # Of few keys, which need not be shared.
+    short = replace(drafts, capacity=2048)
+    assert plan_prefill(short, H200) == replace(two, programs=132, num_splits=1)
+    assert plan_prefill(replace(short, sequences=8), H200) == replace(two, programs=132)
+    assert plan_prefill(replace(one, capacity=2048), H200) == two
+    capped = replace(drafts, softcap=30.0)
+    assert plan_prefill(capped, H200) == replace(two, programs=132)
+    others = ({"new_kv": True}, {"page_size": 1}, {"alibi": True}, {"joined": 1}, {"head_dim_v": 96},
+              {"head_dim": 96, "head_dim_v": 96}, {"draft": True, "left": 4095})  # fmt: skip
+    for other in others:
+        assert plan_prefill(replace(one, **other), H200).per_core == 1
+    # In a window of 1024, too, a tile is worth its pieces, where there are programs for them.
+    short = replace(one, left=1023)
+    for sequences, splits in ((1, 9), (4, 0), (8, 0), (9, 1), (64, 1)):
+        assert plan_prefill(replace(short, tokens=sequences, sequences=sequences), H200).num_splits == splits
+
+
 def test_capped_tiles_of_64_that_are_about_one_for_each_of_two_programs_an_sm_stay_whole() -> None:
-    """33 tokens of 8 query heads are 264 rows, of tiles of 128 384."""
+    """33 tokens of 8 query heads are 264 rows, of tiles of 128 384. A few more than programs are in four pieces."""
     model = replace(LLAMA_8B, num_heads_q=64, head_dim=96)
     rows = {"tokens": 33 * 8, "sequences": 8, "longest": 33, "capacity": 2**17, "softcap": 50.0, "new_kv": False}
     capped = replace(problem_of(model, **rows), left=4095)
     decoding = replace(capped, tokens=8, max_seqlen_q=1)
-    assert plan_prefill(capped, H200) == replace(plan_prefill(decoding, H200), num_splits=1)
+    assert plan_prefill(capped, H200) == replace(plan_prefill(decoding, H200), num_splits=4)
     assert plan_prefill(replace(capped, left=-1), H200).block_m == 128
-    for sequences, block_m, splits in ((4, 64, 0), (5, 128, 0), (6, 64, 1), (9, 128, 0), (16, 128, 0)):
+    for sequences, block_m, splits in ((4, 64, 0), (5, 128, 0), (6, 64, 1), (7, 64, 4), (9, 128, 0), (16, 128, 0)):
         plan = plan_prefill(replace(capped, tokens=33 * sequences, sequences=sequences), H200)
         assert (plan.block_m, plan.num_splits) == (block_m, splits)
 
@@ -497,7 +545,8 @@ def test_few_rows_of_capped_scores_are_shared_by_two_programs_an_sm() -> None:
     decoding = replace(capped, tokens=4096, sequences=4096, max_seqlen_q=1)
     assert plan_prefill(capped, H200) == plan_prefill(decoding, H200)
     assert plan_prefill(capped, H200) == PrefillPlan(64, 64, 0, 4, 2, hopper=True, programs=264, per_core=2)
-    for other in ({"softcap": 0.0}, {"new_kv": True}, {"page_size": 1}, {"tokens": 4096, "max_seqlen_q": 4096}):
+    three = {"softcap": 0.0, "tokens": 99, "sequences": 3}
+    for other in (three, {"new_kv": True}, {"page_size": 1}, {"tokens": 4096, "max_seqlen_q": 4096}):
         assert plan_prefill(replace(capped, **other), H200).per_core == 1
 
 
@@ -515,7 +564,8 @@ def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
         problem = problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False)
         bounded = replace(problem, max_seqlen_k=keys)
         assert plan_prefill(bounded, H200).num_splits == pieces
-        assert kind_of_batch(bounded, H200) == (True, False, True, pieces, False)
+        # Up to 2048 keys a batch of as few prompts would have the kernel that decodes.
+        assert kind_of_batch(bounded, H200) == (True, keys <= 2048, True, False, pieces, False)
     assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
     assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
 
@@ -591,7 +641,7 @@ def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
     banned = ("torch", "triton", "kernel_reference", "prefix_prefill")
     # Which import nothing of these themselves.
     pure = {"kernel_reference.integers", "kernel_reference.plans"}
-    pure |= {f"prefix_prefill.{name}" for name in ("problem", "tiles", "two_programs")}
+    pure |= {f"prefix_prefill.{name}" for name in ("problem", "tiles", "two_programs", "pieces")}
     assert not {name for name in names - pure if name.partition(".")[0] in banned}
 
 

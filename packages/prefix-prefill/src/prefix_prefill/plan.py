@@ -8,16 +8,16 @@ its programs share them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isqrt
 
 from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
 from kernel_reference.plans import Plan
+from prefix_prefill.pieces import has_few_rows, is_worth_a_merge, pieces_of_one
 from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
 from prefix_prefill.problem import DeviceLimits as DeviceLimits
 from prefix_prefill.problem import Problem as Problem
+from prefix_prefill.problem import is_converted_by_heads_of_128, is_worth_widening, may_be_widened, rows_of_a_sequence
 from prefix_prefill.problem import is_gathered as is_gathered
 from prefix_prefill.problem import is_packed as is_packed
-from prefix_prefill.problem import is_worth_widening, may_be_widened, rows_of_a_sequence
 from prefix_prefill.tiles import (
     has_few_tiles,
     head_tiles,
@@ -29,22 +29,24 @@ from prefix_prefill.tiles import (
 from prefix_prefill.two_programs import (
     LOADING_LARGE,
     SHORT_WINDOW,
+    decodes_by_two,
     fits_twice,
+    has_odd_tiles_of_64,
+    has_one_each,
     has_short_tiles_of_64,
     has_short_window,
+    has_whole_short_tiles,
     has_whole_tiles_by_two,
     is_capped_by_two,
     is_capped_by_warps,
     is_capped_by_warps_of_one,
     is_plain,
     keys_of_two,
+    pieces_by_two,
 )
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
 _FEW_KEYS = 1024
-# But tiles of few rows are, in pieces of so many keys, where each is so many keys shorter for it: one that decodes
-# behind 1000 and 2000 takes 10.2 and 12.8 us on an H100 in 8 and 16 pieces, 15.2 whole, and 14.9 in 4.
-_SHORT_PIECE, _WORTH_A_MERGE, _MERGED_TOGETHER = 128, 512, 16
 # Tiles that could be cut are left whole where shapes tell that all programs stay busy (us on an H200, 32 / 8 heads: as
 # the device shares them, and whole). Those that a window keeps this short, behind 16384 and 8000, window 1024: 4 x 512
 # 104.3 and 95.9, 1 x 256 47.8 and 32.6, 64 that decode 90.6 and 76.4, one 23.1 and 17.5; of larger heads, or 8 bits,
@@ -190,16 +192,18 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     if num_splits:
         # How keys are cut depends on the rows of a tile: with as many in every batch, a sequence keeps its bits.
         problem = replace(problem, tokens=MOST_TOKENS, max_seqlen_q=MOST_TOKENS, capacity=MOST_TOKENS)
-    left = is_packed(problem) and (_has_few_rows(problem) or not limits.gaps)
+    left = is_packed(problem) and (has_few_rows(problem) or not limits.gaps)
     if limits.hopper and problem.tma and fits_hopper(problem) and not left:
         plan = _hopper(problem, limits.cores)
-        plan = replace(plan, programs=limits.cores * plan.per_core)
-        # Then nothing need be shared on the device, and nothing merged.
-        splits = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
+        one_each = plan.per_core == 2 and has_one_each(problem, limits.cores)
+        plan = replace(plan, programs=limits.cores * (1 if one_each else plan.per_core))
+        splits = _pieces(problem, limits.cores)
         if widened and plan.block_m == 128:
             plan = replace(plan, widened=1, q_in_registers=0)
         in_16_bits = problem.cache_bits == 16 or plan.widened
-        if (num_splits or splits) == 1 and in_16_bits and plan.block_m == plan.block_n == 128:
+        # Heads of 192 have fewer, and take 409 us for 431 of 4 x 2048 (H200); new keys were not timed so.
+        roomy = plan.loading > _LOADING_WHOLE or problem.new_kv
+        if (num_splits or splits) == 1 and in_16_bits and plan.block_m == plan.block_n == 128 and roomy:
             plan = replace(plan, loading=_LOADING_WHOLE)
     else:
         plan = _portable(problem, limits)
@@ -207,53 +211,36 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     return replace(plan, num_splits=num_splits or splits)
 
 
-def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, bool, int, bool]:
+def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, bool, bool, int, bool]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
     It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
     """
-    pieces = int(_has_whole_tiles(problem, limits.cores)) or _pieces_of_one(problem, limits.cores)
-    of_64 = has_whole_tiles_by_two(problem, limits.cores) or has_short_tiles_of_64(problem, limits.cores)
-    few = _has_few_rows(problem), of_64, has_few_tiles(problem, limits.cores)
-    return *few, pieces, is_worth_widening(problem)
+    of_64 = has_whole_tiles_by_two(problem, limits.cores) or _has_tiles_of_64(problem, limits.cores)
+    few = has_few_rows(problem), of_64, has_few_tiles(problem, limits.cores), has_one_each(problem, limits.cores)
+    return *few, _pieces(problem, limits.cores), is_worth_widening(problem)
 
 
-def _has_few_rows(problem: Problem) -> bool:
-    """Whether no sequence has more rows than one consumer takes; packed, than the portable kernel's least tile."""
-    return rows_of_a_sequence(problem) <= (16 if is_packed(problem) else 64)
+def _has_tiles_of_64(problem: Problem, programs: int) -> bool:
+    """Whether tiles are of 64 rows though sequences have more."""
+    return has_short_tiles_of_64(problem, programs) or has_odd_tiles_of_64(problem, programs)
+
+
+def _pieces(problem: Problem, programs: int) -> int:
+    """In how many pieces shapes tell that tiles are best: in 1, then nothing is shared on the device, and nothing
+    merged; or 0, which leaves it to the device.
+    """
+    if has_whole_tiles_by_two(problem, programs) and not is_packed(problem):
+        return pieces_by_two(problem, programs)
+    return int(_has_whole_tiles(problem, programs)) or pieces_of_one(problem, programs)
 
 
 def _rows_of_a_tile(problem: Problem) -> int:
     """On sm_90: one consumer of 64 rows where no sequence has more: decoding, and the first tokens of drafts. Two that
     keep the slopes of large heads spill registers.
     """
-    few = _has_few_rows(problem) or problem.largest_head > 256
+    few = has_few_rows(problem) or problem.largest_head > 256
     return 64 if few or (problem.alibi and problem.largest_head > 128) else 128
-
-
-def _most_keys(problem: Problem) -> int:
-    """A bound of the keys that a tile of few rows sees."""
-    keys = min(problem.capacity + problem.new_kv * problem.max_seqlen_q, problem.max_seqlen_k)
-    if problem.left >= 0 and problem.right >= 0:
-        keys = min(keys, problem.left + tokens_per_tile(problem.group, 64) + problem.right)
-    return keys
-
-
-def _short_pieces(problem: Problem, programs: int) -> int:
-    """In how many pieces tiles of few rows may be cut, as kernels/balance.py cuts them."""
-    tiles = problem.sequences * problem.num_heads_kv * head_tiles(problem.group, 64)
-    keys = _most_keys(problem)
-    return max(1, min(programs // max(1, tiles), cdiv(keys, max(_SHORT_PIECE, isqrt(8 * keys)))))
-
-
-def _pieces_of_one(problem: Problem, programs: int) -> int:
-    """In how many pieces the tiles of one token are cut, 0 if that is left to the device, which takes 1.6 us to find
-    what shapes tell here. More than are merged at a time would be slow if the bound is far off.
-    """
-    plain = not (problem.shared or problem.carried) and not is_packed(problem)
-    alone = problem.sequences == problem.tokens == 1 and problem.num_splits == 0 and _has_few_rows(problem) and plain
-    pieces = _short_pieces(problem, programs) if alone else 1
-    return pieces if 1 < pieces <= _MERGED_TOGETHER else 0
 
 
 def _has_whole_tiles(problem: Problem, programs: int) -> bool:
@@ -265,11 +252,10 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     # With the portable one that decodes, packed keys have four kernels without that of whole tiles.
     if is_packed(problem):
         return False
-    if has_whole_tiles_by_two(problem, programs):
+    if has_whole_short_tiles(problem, programs):
         return True
     if keys <= _FEW_KEYS:
-        few = _most_keys(problem)
-        return not _has_few_rows(problem) or few - few // _short_pieces(problem, programs) < _WORTH_A_MERGE
+        return not has_few_rows(problem) or not is_worth_a_merge(problem, programs)
     if problem.shared or problem.carried:
         return False
     group = problem.group
@@ -278,8 +264,9 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
         keys = min(keys, problem.left + tokens + problem.right)
         # Longer tiles of larger heads take longer than a merge.
         if keys <= _FEW_KEYS or (keys <= _SHORT_TILE and problem.largest_head <= 128 and problem.cache_bits == 16):
-            return True
-    if group > 64 or _has_few_rows(problem):
+            # One that decodes behind 8000 in a window of 1024 takes 17.5 us on an H200, behind 1000 in 8 pieces 9.0.
+            return not (decodes_by_two(problem) and has_few_rows(problem) and is_worth_a_merge(problem, programs))
+    if group > 64 or has_few_rows(problem):
         return False
     longest = min(problem.max_seqlen_q, problem.tokens)
     alike = problem.tokens == problem.sequences * longest > longest and problem.largest_head == _TIMED_HEAD
@@ -297,7 +284,7 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
 def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     block_m = _rows_of_a_tile(problem)
     few_tiles = has_few_tiles(problem, programs)
-    if has_short_tiles_of_64(problem, programs):
+    if _has_tiles_of_64(problem, programs):
         block_m = 64
     if few_tiles and problem.largest_head > 128 and is_gathered(problem):
         # 4 x 33 behind 16384, heads of 192, window 4096: 26.2 us on an H200, by 128 rows 31.2.
@@ -310,7 +297,8 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     if block_m == 64 and 128 < problem.head_dim_v <= 256:
         # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
-    if has_short_window(problem) or is_capped_by_two(problem, block_m == 64 or few_tiles, programs):
+    by_two = has_short_window(problem) or is_capped_by_two(problem, block_m == 64 or few_tiles, programs)
+    if by_two or (block_m == 64 and decodes_by_two(problem)):
         # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
         # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7; 64 and one that
         # decode behind 8000 28.0 and 9.5, by one 33.4 and 9.3.
@@ -326,7 +314,7 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
         # 1, 16 and 64 rows behind 8000, 1000 and 8000: 25.8, 27.9, 547.6 us on an H200, by 128 keys 31.0, 33.1, 509.3.
         roomy = shared_bytes(problem, block_m, 64, 4) <= _MOST_SHARED
         return PrefillPlan(block_m, min(block_n, 64), 0, 4, 4 if roomy else 2, hopper=True)
-    loading = 72 if block_m == 64 and _is_converted_by_heads_of_128(problem) else 56
+    loading = 72 if block_m == 64 and is_converted_by_heads_of_128(problem) else 56
     stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
     small = problem.head_dim == problem.head_dim_v == 64 and is_plain(problem) and not problem.joined
     if block_m == 64 and small:
@@ -353,16 +341,6 @@ def _holds_queries(problem: Problem) -> bool:
     other = problem.left >= 0 or problem.softcap or problem.alibi or problem.draft or problem.new_kv or problem.shared
     plain = not (other or problem.carried or is_gathered(problem) or is_packed(problem) or problem.token_scales)
     return plain and problem.head_dim == problem.head_dim_v == (128 if problem.cache_bits == 8 else 64)
-
-
-def _is_converted_by_heads_of_128(problem: Problem) -> bool:
-    """Whether more registers speed up what loads and converts 8-bit keys where one consumer attends.
-
-    Decoding of 1, 16, 64 and 128 behind 1000, 1000, 4000 and 8000, and drafts, 32 x 4 behind 8000: 32.2, 33.0, 204.7,
-    735.8 and 198.8 us, with fewer 35.6, 36.1, 207.6, 742.4 and 202.6 (H200). Heads of 64: 0.91 to 1.03 of the time.
-    """
-    sizes = (problem.head_dim, problem.head_dim_v)
-    return problem.cache_bits == 8 and sizes == (128, 128) and not problem.token_scales
 
 
 def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:

@@ -114,6 +114,16 @@ def is_packed(problem: Problem) -> bool:
     return problem.page_layout == "x-packed"
 
 
+def is_converted_by_heads_of_128(problem: Problem) -> bool:
+    """Whether more registers speed up what loads and converts 8-bit keys where one consumer attends.
+
+    Decoding of 1, 16, 64 and 128 behind 1000, 1000, 4000 and 8000, and drafts, 32 x 4 behind 8000: 32.2, 33.0, 204.7,
+    735.8 and 198.8 us, with fewer 35.6, 36.1, 207.6, 742.4 and 202.6 (H200). Heads of 64: 0.91 to 1.03 of the time.
+    """
+    sizes = (problem.head_dim, problem.head_dim_v)
+    return problem.cache_bits == 8 and sizes == (128, 128) and not problem.token_scales
+
+
 def rows_of_a_sequence(problem: Problem) -> int:
     """The most that one has, each a query head of a token."""
     return max(1, min(problem.max_seqlen_q, problem.tokens)) * problem.group

@@ -110,14 +110,14 @@ def asks_first(C):
 @gluon.constexpr_function
 def follows_seldom(C):
     """Whether a row's max follows its scores only once it is past by ``SLACK``: accumulators are seldom rescaled then,
-    which takes large heads as long as half of a tile's softmax. New keys, pages of 1 and cascades were not timed; what
+    which takes large heads as long as half of a tile's softmax. New keys and cascades were not timed; what
     decodes gains nothing.
 
     4 x 512 behind 16384 on an H200: heads of 256 1630 us, so 1736, of 192 1364, so 1400, over pages of 64 1305, so
-    1367; but of 128 945, so 935, and of 96 920, so 882.
+    1367, of 1 1590, so 1659; but of 128 945, so 935, and of 96 920, so 882.
     """
     other = C.IS_FP8 or C.SOFTCAP or C.ALIBI or C.DRAFT or C.SHARED or C.CARRIED or C.JOINED or C.NEW_KV
-    return 128 < C.DV <= 256 and C.D == C.DV and C.CONSUMERS > 1 and not (other or C.PAGE % 8)
+    return 128 < C.DV <= 256 and C.D == C.DV and C.CONSUMERS > 1 and not other
 
 
 @gluon.constexpr_function

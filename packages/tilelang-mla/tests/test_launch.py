@@ -115,6 +115,13 @@ def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
         assert launch.given[0][1]["gather"] == (page % 64 != 0)
 
 
+@pytest.mark.parametrize(("batch", "page", "ordered"), [(300, 64, 2), (300, 32, 0), (3, 64, 0), (300, 128, 0)])
+def test_programs_take_long_ones_of_short_sequences_first(launch, batch, page, ordered) -> None:
+    """Of up to two blocks each, where there are more of them than programs; else parts are shared or as numbered."""
+    started(launch, decoding(batch, 1, 1, page))
+    assert launch.given[0][2][-3] == ordered
+
+
 @pytest.mark.parametrize("records", [False, True], ids=["bfloat16", "records"])
 def test_sparse_decoding_hands_kernels_what_they_are_made_for(launch, records) -> None:
     from tilelang_mla.sparse.arguments import SparseOptions, SparseTensors, check_sparse

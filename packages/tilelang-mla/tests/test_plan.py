@@ -35,6 +35,7 @@ from tilelang_mla.plan import (
     plan_without_schedule,
     tiles_8bit,
 )
+from tilelang_mla.waves import finds_long
 
 H200 = DeviceLimits(132)
 A100 = DeviceLimits(108, 163 * 1024)
@@ -191,6 +192,16 @@ def test_sequences_of_two_blocks_are_whole_with_a_plan_and_without() -> None:
     assert [decode_tiles(16, 512, 64, most, H200).spare_parts for most in (64, 128, 129)] == [0, 0, 264]
     found = [plan_of_call(replace(DECODING, capacity=most), H200) for most in (0, 128, 192)]
     assert [(tiles.num_parts(32), shared) for tiles, shared in found] == [(32, False), (32, False), (32 + 95, True)]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "block_n", "rows", "places", "found"),
+    [(128, 64, 1, 512, True), (65, 64, 16, 133, True), (64, 64, 1, 512, False), (129, 64, 1, 512, False),
+     (128, 64, 17, 512, False), (128, 64, 1, 132, False), (128, 32, 1, 512, False), (128, 64, 1, 528, True),
+     (128, 64, 1, 529, False)],
+)  # fmt: skip
+def test_programs_look_which_sequences_have_two_blocks_where_that_pays(capacity, block_n, rows, places, found) -> None:
+    assert finds_long(capacity, block_n, rows, places, 132) == found
 
 
 def test_numbers_of_numpy_make_the_plan_that_ints_make() -> None:

@@ -16,6 +16,8 @@ from tilelang_mla.plan import DecodeProblem, DeviceLimits, cdiv, plan_without_sc
 from tilelang_mla.waves import shares_of
 
 BLOCK = 64
+# What a sequence costs beside its blocks, in blocks.
+OVERHEAD = 2
 H200 = DeviceLimits(132)
 
 
@@ -31,15 +33,15 @@ class Piece(NamedTuple):
 def line_of(lengths: Sequence[int], shares: int, rows: int) -> tuple[int, list[Piece]]:
     """The length of a share, and every piece of every share, by the rule that kernels/decode/shares.py tells of."""
     blocks = [cdiv(n, BLOCK) for n in lengths]
-    extents = [max(1, n) + 1 for n in blocks]
+    extents = [max(1, n) + OVERHEAD for n in blocks]
     total = sum(extents)
     size = max(cdiv(total, shares), int(math.sqrt(total * rows / 1024)))
     whole = cdiv(len(lengths), shares) * extents[0]
-    if len(lengths) * extents[0] == total and whole - size <= 2 * shares * rows // 1024:
+    if len(lengths) * extents[0] == total and whole - size <= shares * rows // 1024:
         size = whole
     pieces, low = [], 0
     for b, extent in enumerate(extents):
-        begin, end = low + 1, low + extent
+        begin, end = low + OVERHEAD, low + extent
         for share in range(begin // size, (end - 1) // size + 1):
             pieces.append(
                 Piece(share, b, max(0, share * size - begin), min(blocks[b], (share + 1) * size - begin, end - begin))
@@ -111,7 +113,7 @@ CUTS: dict[str, tuple[list[int], int, int]] = {
     "one sequence": ([1500], 2, 8),
     "alike": ([320] * 9, 2, 9),
     "alike, two a share": ([320] * 8, 2, 4),
-    "alike, with a share to spare": ([1280] * 8, 128, 9),
+    "alike, with a share to spare": ([640] * 8, 128, 9),
     "nothing": ([0, 0, 0], 1, 5),
     "two tiles of rows": ([500, 64, 3, 700], 70, 4),
     "many rows to merge": ([640] * 3, 128, 30),
@@ -148,6 +150,38 @@ def test_lengths_that_cannot_be_are_no_keys_of_a_share() -> None:
         assert bool(out[[0, 2]].any())
         assert not bool(out[[1, 3]].any())
         assert bool((lse[[1, 3]] == -torch.inf).all())
+
+
+# Whole sequences, heads and programs, which take those of two blocks first.
+TURNS: dict[str, tuple[list[int], int, int]] = {
+    "more sequences than lanes": ([(37 * i) % 129 for i in range(150)], 1, 13),
+    "two tiles of rows": ([(37 * i) % 129 for i in range(20)], 70, 7),
+    "none is long": ([1] * 40, 2, 9),
+    "all are long": ([128] * 40, 2, 9),
+    "lengths that cannot be": ([-1, 500, 3, 65, 2**31 - 1, -(2**31), 64, 66], 2, 3),
+}
+
+
+@pytest.mark.parametrize(("lengths", "heads", "programs"), TURNS.values(), ids=TURNS)
+def test_programs_take_long_ones_first_and_each_once(lengths, heads, programs) -> None:
+    from tilelang_mla.kernels import c
+
+    torch.manual_seed(0)
+    batch, dim, rope = len(lengths), 64, 32
+    kv, table = torch.randn(3, 64, dim + rope), torch.randint(3, (batch, 2), dtype=torch.int32)
+    q, seqlens = torch.randn(batch, heads, dim + rope), torch.tensor(lengths, dtype=torch.int32)
+    out, lse = poison_(torch.empty(batch, heads, dim)), poison_(torch.empty(batch, heads, 1))
+    parts, part_lse = torch.empty(1, heads, dim), torch.empty(1, heads)
+    kernel = c.kernel("decode", dim_nope=dim, dim_rope=rope, block_n=64, num_stages=2, gather=False)
+    kernel(
+        q, kv, seqlens, table, seqlens, seqlens, out, lse, parts, part_lse, seqlens, 0.1, heads, 0, batch, 1, 0, 2, 1,
+        programs,
+    )  # fmt: skip
+    for b, n in enumerate(lengths):
+        keys = kv[table[b].long()].flatten(0, 1)[: n if 0 <= n <= 128 else 0].double()
+        scores = q[b].double() @ keys.mT * (0.1 * math.log(2))
+        want = scores.softmax(-1) @ keys[:, :dim] if len(keys) else torch.zeros(heads, dim).double()
+        torch.testing.assert_close(out[b].double(), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])

@@ -41,6 +41,7 @@ from tilelang_mla.plan import (
 from tilelang_mla.prompts import prefill_in_parts
 from tilelang_mla.replays import DecodeRun
 from tilelang_mla.sparse.arguments import SparseTensors
+from tilelang_mla.waves import finds_long
 
 Tensor = torch.Tensor
 
@@ -58,6 +59,8 @@ LOG2_E = 1.4426950408889634
 ZERO_SCALE = 1e-30
 # As the kernels have it: programs cut sequences themselves.
 _SHARED = 2
+# And take those of more blocks than one first.
+_LONG_FIRST = 2
 
 
 @lru_cache
@@ -208,7 +211,10 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
     programs = tiles.num_programs(problem, by == _SHARED, first_part is not None or plan is None, limits.cores)
-    flags = (by, int(order is not None), int(lse is not None))
+    ordered, places = int(order is not None), num_parts * tiles.row_tiles(rows)
+    if plan is None and not (shared or problem.cache):
+        ordered = _LONG_FIRST if finds_long(problem.capacity, tiles.block_n, rows, places, programs) else 0
+    flags = (by, ordered, int(lse is not None))
 
     def arguments(q, kv, seqlens_k, block_table, first_part, order, out, lse):  # type: ignore[no-untyped-def]
         """Of both kernels, and what is to be copied, and where to."""

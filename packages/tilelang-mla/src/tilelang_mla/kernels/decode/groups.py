@@ -17,6 +17,10 @@ _REGISTERS, _REGISTERS_8BIT, _WIDENED_BY_ROWS = (216, 216, 72), (208, 208, 88), 
 _TWO_LOADERS = (208, 160, 72)
 # Who says how sequences are cut: a number of parts for all of them, the schedule of a plan, or the programs themselves.
 EVENLY, PLANNED, SHARED = 0, 1, 2
+# Who says in which order parts are taken: their numbers, a plan, or the programs, that of more blocks than one first.
+AS_NUMBERED, AS_PLANNED, LONG_FIRST = 0, 1, 2
+# Where in ``share`` the sequences are that a program takes by turns, long ones first, and how many at most.
+TAKEN, MOST_TURNS = 7, 32
 
 
 class Sizes(NamedTuple):
@@ -286,7 +290,8 @@ def alloc_memory(T, S):
     at_row = T.alloc_shared((S.slots, S.block_n), T.int32)
     found = T.alloc_shared((5,), T.int32)
     told = T.alloc_shared((2, _TOLD), T.int32)
-    share = T.alloc_shared((4,), T.int32)
+    # One more than are taken: the next one is looked up with each.
+    share = T.alloc_shared((TAKEN + MOST_TURNS + 1,), T.int32)
     return q_l, q_r, q_rope, k_l, k_r, k_rope, weights_shared, factor_shared, at_page, at_row, found, told, share
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from tilelang_mla.kernels.common import GROUP, macro
 from tilelang_mla.kernels.decode.groups import (
+    LONG_FIRST,
     SHARED,
     Barriers,
     Inputs,
@@ -35,7 +36,7 @@ from tilelang_mla.kernels.decode.groups import (
 from tilelang_mla.kernels.decode.keys import options_of
 from tilelang_mla.kernels.decode.roles import produce, score, value
 from tilelang_mla.kernels.decode.serial import attend_serially
-from tilelang_mla.kernels.decode.shares import find_share
+from tilelang_mla.kernels.decode.shares import find_share, take_long_first
 from tilelang_mla.kernels.decode.widen import Raw, alloc_raw
 from tilelang_mla.kernels.softmax import COLUMNS, Softmax, owner_of_sum
 
@@ -127,6 +128,9 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     if not S.joined:
         if launch.scheduled == SHARED:
             find_share(T, S, launch, inputs, memory, thread, serial)
+    if S.ahead:
+        if launch.ordered == LONG_FIRST:
+            take_long_first(T, S, launch, inputs, memory, thread, serial)
     if serial:
         attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r)
     else:

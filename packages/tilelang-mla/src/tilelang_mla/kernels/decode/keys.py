@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilelang_mla.kernels.common import GROUP, LN_2, log_of_sum, macro
-from tilelang_mla.kernels.decode.groups import SHARED, Launch, Work, read_work
+from tilelang_mla.kernels.decode.groups import SHARED, TAKEN, Launch, Work, read_work
 from tilelang_mla.kernels.decode.limits import is_per_token, limit_of, seen_by, unmasked_keys
 from tilelang_mla.kernels.decode.loads import row_of
 from tilelang_mla.kernels.decode.roles import scale_of
@@ -101,7 +101,7 @@ def alloc_key_memory(T, S):
     at_row = T.alloc_shared((1, S.block_n), T.int32)
     found = T.alloc_shared((4,), T.int32)
     told = T.alloc_shared((2, 8), T.int32)
-    share = T.alloc_shared((4,), T.int32)
+    share = T.alloc_shared((TAKEN,), T.int32)
     return matrices, of_rows, limits, valid, at_page, at_row, found, told, share
 
 
@@ -195,7 +195,7 @@ def produce_keys(T, S, launch, inputs, pieces, memory, barriers, thread):
             if launch.scheduled == SHARED:
                 tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
             else:
-                part, tile = part_of(T, launch, inputs, turn)
+                part, tile = part_of(T, S, launch, inputs, memory, turn)
                 find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
             work = Work(*read_work(T, memory.told, slot))
         T.barrier_arrive(barriers.work_full[slot])

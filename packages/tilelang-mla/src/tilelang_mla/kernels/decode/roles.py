@@ -49,7 +49,7 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     if not S.joined:
         begin, end, length = owner_of(T, launch, inputs, thread)
         own = Owner(begin, end, length)
-        first_part, first_tile = part_of(T, launch, inputs, 0)
+        first_part, first_tile = part_of(T, S, launch, inputs, memory, 0)
         part = T.alloc_var(T.int32, init=first_part)
         tile = T.alloc_var(T.int32, init=first_tile)
     turns = turns_of(T, S, launch, inputs, memory)
@@ -122,7 +122,7 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
             T.barrier_arrive(barriers.work_full)
         done = done + work.steps
         if not S.joined:
-            next_part, next_tile = part_of(T, launch, inputs, turn + 1)
+            next_part, next_tile = part_of(T, S, launch, inputs, memory, turn + 1)
             part = next_part
             tile = next_tile
     if S.joined:

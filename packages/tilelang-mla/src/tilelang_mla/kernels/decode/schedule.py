@@ -7,7 +7,7 @@ The work items of a schedule are (part, tile of rows), heaviest parts first; of 
 from typing import Any, NamedTuple
 
 from tilelang_mla.kernels.common import macro
-from tilelang_mla.kernels.decode.groups import PLANNED, Launch, write_work
+from tilelang_mla.kernels.decode.groups import AS_PLANNED, LONG_FIRST, PLANNED, TAKEN, Launch, write_work
 
 # The named barrier of the producer; 0 is that of all threads, and TileLang keeps 1 and 2 for itself.
 OF_PRODUCER = 7
@@ -44,13 +44,16 @@ def places_taken(T, launch, inputs):
 
 
 @macro
-def part_of(T, launch, inputs, turn):
+def part_of(T, S, launch, inputs, memory, turn):
     """The part at a place, and its tile of rows; :func:`find_part` finds that one behind the last is none."""
     place = T.alloc_var(T.int32, init=place_of(T, launch, turn))
     part = T.alloc_var(T.int32, init=T.truncdiv(place, launch.row_tiles))
     tile = T.alloc_var(T.int32, init=place - part * launch.row_tiles)
-    if launch.ordered != 0:
+    if launch.ordered == AS_PLANNED:
         part = inputs.order[part]
+    if S.ahead:
+        if launch.ordered == LONG_FIRST:
+            part = memory.share[TAKEN + turn]
     return part, tile
 
 

@@ -21,7 +21,7 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
             tell_share(T, S, launch, inputs, memory, outputs.pieces, 0, turn, 0)
         else:
             own = Owner(*owner_of(T, launch, inputs, 0))
-            part, tile = part_of(T, launch, inputs, turn)
+            part, tile = part_of(T, S, launch, inputs, memory, turn)
             find_part(T, S, launch, inputs, memory, 0, part, tile, own, 0, 1)
         work = Work(*read_work(T, memory.told, 0))
         if S.sparse:

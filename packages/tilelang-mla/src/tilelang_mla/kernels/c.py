@@ -13,6 +13,9 @@ import tilelang.language as tl
 from tilelang.cpu.language import Kernel
 from tilelang.utils.language import to_buffer_region
 
+from tilelang_mla.kernels.build import quick_proofs
+from tilelang_mla.kernels.passes import fewer_passes
+
 # Imported when one is asked for: TileLang rewrites a module's functions as it is imported, in tenths of a second.
 _BUILDERS = {
     "decode": "decode:attend", "decode_8bit": "decode:attend_8bit", "decode_sparse": "decode:attend_sparse",
@@ -30,7 +33,8 @@ def kernel(name: str, **constants: Any) -> Any:
     module, _, builder = _BUILDERS[name].partition(":")
     build = getattr(import_module(f"tilelang_mla.kernels.{module}"), builder)
     text = build(Language(), dtype=dtype, serial=True, **constants)
-    return tilelang.compile(text, target="c", execution_backend="cython")
+    with quick_proofs(), fewer_passes():
+        return tilelang.compile(text, target="c", execution_backend="cython")
 
 
 @tl.macro

@@ -15,6 +15,7 @@ from tilelang_mla.kernels.decode.limits import is_per_token, limit_of, seen_by, 
 from tilelang_mla.kernels.decode.loads import row_of
 from tilelang_mla.kernels.decode.roles import scale_of
 from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
+from tilelang_mla.kernels.decode.rows import at
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_half
 from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
@@ -165,11 +166,6 @@ def name_of(S: Any, name: str, *constants: Any) -> str:
     """A function of the texts for widened keys, or of narrow.cuh, for these sizes."""
     shape = (S.rows, S.dim_rope, S.cache == "656", *constants)
     return f"mla::{'narrow::' if S.narrow else ''}{name}<{', '.join(str(value).lower() for value in shape)}>"
-
-
-def at(T: Any, place: Any) -> Any:
-    """The address of an element."""
-    return T.access_ptr(place, "rw")
 
 
 def call(T: Any, name: str, *arguments: Any) -> Any:

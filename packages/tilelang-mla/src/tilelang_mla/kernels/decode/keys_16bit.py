@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tilelang_mla.kernels.common import GROUP, LN_2, WARP, log_of_sum, macro
 from tilelang_mla.kernels.decode.groups import Launch, Work, read_work
 from tilelang_mla.kernels.decode.keys import TEXT as TEXT_OF_KEYS
+from tilelang_mla.kernels.decode.keys import call
 from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
 from tilelang_mla.kernels.decode.rows import (
     Held,
@@ -99,11 +100,6 @@ def name_of(S: Any, name: str, *constants: Any) -> str:
     return f"mla::bits16::{name}<{', '.join(str(value).lower() for value in shape)}>"
 
 
-def call(T: Any, name: str, *arguments: Any) -> Any:
-    """Call a function of these texts."""
-    return T.call_extern("handle", name, *arguments)
-
-
 @macro
 def run_keys_16bit(T, S, inputs, outputs, numbers, i_program, num_programs):
     """What a program does, in shared memory and with barriers of its own."""
@@ -138,7 +134,7 @@ def produce_keys(T, S, launch, inputs, memory, barriers, thread):
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_empty[slot], turn // 2 % 2 ^ 1)
-        part, tile = part_of(T, launch, inputs, turn)
+        part, tile = part_of(T, S, launch, inputs, memory, turn)
         find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
         work = Work(*read_work(T, memory.told, slot))
         own_rows = T.alloc_var(T.int32, init=T.min(inputs.q.shape[1] - work.first_row, S.rows))

@@ -94,11 +94,13 @@ def with_pieces(attend: Sized, first: Batch, plan: PrefillPlan, forms: PrefillTe
 
 def _without_pieces(attend: Run, noted_on: torch.device | None) -> Run:
     """noted_on: where the kernel takes a workspace, in which it says that nothing is in parts; None: it takes none."""
-    new_noted = None if noted_on is None else _scratch((1, _ENTRY), torch.int64, noted_on)
+    new: list[Callable[[], Tensor]] = []
+    if noted_on is not None:
+        # Of either type that the kernel takes: a view of one as the other takes the host longer.
+        new = [_scratch((1, _ENTRY), torch.int64, noted_on), _scratch((4,), torch.float32, noted_on)]
 
     def run(*tensors: Tensor | None) -> None:
-        noted = None if new_noted is None else new_noted()
-        part = None if noted is None else noted.view(torch.float32)
+        noted, part = [make() for make in new] or (None, None)
         attend(*tensors[:_TENSORS], part, part, noted, *tensors[_TENSORS:])
 
     def pieces() -> tuple[int | None, ...]:

@@ -387,9 +387,14 @@ def test_plans_of_batches_of_one_kind_are_equal() -> None:
     """So that a layer need not make one for each batch: see ``launch.Layer``."""
     of_kinds: dict[object, PrefillPlan] = {}
     lengths = (1, 9, 64, 512, 640, 2048, 8192)
-    for sequences, longest, left in itertools.product((1, 2, 64), lengths, (-1, 127, 1023, 2047)):
-        problem = problem_of(LLAMA_8B, tokens=sequences * longest, sequences=sequences, longest=longest, left=left)
-        kind = (left, kind_of_batch(problem, H200))
+    layers = [{"left": left} for left in (-1, 127, 1023, 2047)]
+    layers += [{"new_kv": False, "softcap": cap, "left": left} for cap, left in ((0.0, -1), (30.0, -1), (30.0, 4095))]
+    layers += [{"new_kv": False, "draft": True}, {"new_kv": False, "head_dim": 192, "head_dim_v": 192}]
+    of_33 = (33, 80)
+    for sequences, longest, layer in itertools.product((1, 2, 4, 7, 64), lengths + of_33, layers):
+        rows = {"tokens": sequences * longest, "sequences": sequences, "longest": longest}
+        problem = replace(problem_of(LLAMA_8B, **rows, capacity=2048 if longest == 9 else 32768), **layer)
+        kind = (str(layer), kind_of_batch(problem, H200))
         assert of_kinds.setdefault(kind, plan_prefill(problem, H200)) == plan_prefill(problem, H200)
     assert len(of_kinds) >= 8
 
@@ -483,10 +488,12 @@ def test_short_prompts_with_heads_of_128_have_the_kernel_that_decodes_while_two_
         assert plan_prefill(replace(short, **other), H200).block_m == 128
     # Of many keys there must be so few tiles that all programs share each.
     long = replace(short, capacity=2**17)
-    for sequences, new, block_m in ((1, 33, 64), (2, 33, 64), (3, 33, 128), (1, 48, 64), (1, 49, 128), (1, 80, 64)):
+    for sequences, new, block_m in ((1, 33, 64), (2, 33, 64), (3, 33, 128), (1, 48, 64), (1, 49, 128), (1, 80, 128)):
         plan = plan_prefill(replace(long, tokens=sequences * new, sequences=sequences, max_seqlen_q=new), H200)
         assert (plan.block_m, plan.num_splits, plan.programs) == (block_m, 0, 264 if block_m == 64 else 132)
     assert plan_prefill(replace(long, draft=True), H200).block_m == 128
+    five = replace(long, tokens=80, max_seqlen_q=80)
+    assert [plan_prefill(replace(five, max_seqlen_k=keys), H200).block_m for keys in (16384, 32768)] == [64, 128]
 
 
 def test_heads_of_128_decode_by_two_programs_an_sm_and_drafts_of_few_tiles_by_one() -> None:
@@ -545,8 +552,16 @@ def test_few_rows_of_capped_scores_are_shared_by_two_programs_an_sm() -> None:
     decoding = replace(capped, tokens=4096, sequences=4096, max_seqlen_q=1)
     assert plan_prefill(capped, H200) == plan_prefill(decoding, H200)
     assert plan_prefill(capped, H200) == PrefillPlan(64, 64, 0, 4, 2, hopper=True, programs=264, per_core=2)
-    three = {"softcap": 0.0, "tokens": 99, "sequences": 3}
-    for other in (three, {"new_kv": True}, {"page_size": 1}, {"tokens": 4096, "max_seqlen_q": 4096}):
+    # Of more tiles and many keys two would share too little.
+    three = {"tokens": 99, "sequences": 3}
+    assert plan_prefill(replace(capped, left=4095, **three), H200).per_core == 2
+    for other in (
+        three,
+        {"softcap": 0.0, **three},
+        {"new_kv": True},
+        {"page_size": 1},
+        {"tokens": 4096, "max_seqlen_q": 4096},
+    ):
         assert plan_prefill(replace(capped, **other), H200).per_core == 1
 
 
@@ -565,7 +580,7 @@ def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
         bounded = replace(problem, max_seqlen_k=keys)
         assert plan_prefill(bounded, H200).num_splits == pieces
         # Up to 2048 keys a batch of as few prompts would have the kernel that decodes.
-        assert kind_of_batch(bounded, H200) == (True, keys <= 2048, True, False, pieces, False)
+        assert kind_of_batch(bounded, H200) == (True, keys <= 2048, True, False, False, pieces, False)
     assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
     assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
 

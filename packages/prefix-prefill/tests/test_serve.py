@@ -33,7 +33,7 @@ def test_steps_of_a_server_need_no_kernel_that_its_first_prompts_have_not(traffi
             longest = max(row.new for row in step.rows)
             batch = Problem(32, 8, 128, 16, step.tokens, len(step.rows), longest, LIMITS.longest, tma=True)
             # Few tiles have the kernel of few rows, or one of their own only where heads are wide or scores capped.
-            few_rows, of_64, _, _, pieces, _ = kind_of_batch(batch, limits)
+            few_rows, of_64, *_, pieces, _ = kind_of_batch(batch, limits)
             # In how many pieces is a number that kernels are given.
             found.add((few_rows or of_64, pieces == 1))
         return found

@@ -211,13 +211,16 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
     return replace(plan, num_splits=num_splits or splits)
 
 
-def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, bool, bool, int, bool]:
+def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, bool, bool, bool, int, bool]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
     It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
     """
-    of_64 = has_whole_tiles_by_two(problem, limits.cores) or _has_tiles_of_64(problem, limits.cores)
-    few = has_few_rows(problem), of_64, has_few_tiles(problem, limits.cores), has_one_each(problem, limits.cores)
+    cores = limits.cores
+    few_rows, few_tiles = has_few_rows(problem), has_few_tiles(problem, cores)
+    of_64 = has_whole_tiles_by_two(problem, cores) or _has_tiles_of_64(problem, cores)
+    by_two = is_capped_by_two(problem, few_rows or few_tiles, cores)
+    few = few_rows, of_64, few_tiles, by_two, has_one_each(problem, cores)
     return *few, _pieces(problem, limits.cores), is_worth_widening(problem)
 
 

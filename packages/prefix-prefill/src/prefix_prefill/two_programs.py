@@ -15,6 +15,8 @@ SHORT_WINDOW = 256
 LOADING_LARGE = 40
 # The most keys of tiles that were timed as short ones.
 _MOST_SHORT = 2048
+# And of five tiles of 64 rows a sequence.
+_MOST_OF_FIVE = 16384
 # Of the heads that decode by two, and have most to gain: see ``decodes_by_two``.
 _TIMED_HEAD = 128
 
@@ -33,9 +35,12 @@ def is_capped_by_two(problem: Problem, few: bool, programs: int) -> bool:
     """Whether scores are capped, in more instructions than one consumer an SM has time for, of so few rows or tiles, or
     of tiles that are left whole: 8 drafts of 5 behind 17 to 50000, heads of 64, 55.5 us on an H200, by one 75.0.
 
-    few: whether a sequence has few rows, or a batch few tiles.
+    few: whether a sequence has few rows, or a batch few tiles. Of many keys these are still fewer: 4 x 33 behind 16384,
+    heads of 128, 206 us on an H200, by one 150, 1 x 33 40.5 and 57.0.
     """
     capped = problem.softcap > 0 and problem.largest_head <= 128 and is_plain(problem)
+    if problem.head_dim == _TIMED_HEAD and problem.left < 0 and not _has_few_keys(problem):
+        few = few and (rows_of_a_sequence(problem) <= 64 or 5 * _tiles_of_64(problem) <= 2 * programs)
     return capped and (few or has_whole_tiles_by_two(problem, programs))
 
 
@@ -91,12 +96,14 @@ def has_short_tiles_of_64(problem: Problem, programs: int) -> bool:
 def has_odd_tiles_of_64(problem: Problem, programs: int) -> bool:
     """Whether there are so few tiles, of an odd number of 64 rows a sequence, that many keys are shared well too: heads
     of 128, 1 x 33 behind 8000, 16384 and 60000 25.3, 37.5 and 104.6 us on an H200, by 128 rows 29.9, 44.4 and 110.1,
-    2 x 33 behind 8000 39.1 and 43.4, but 4 x 33 77.7 and 69.8.
+    2 x 33 behind 8000 39.1 and 43.4, but 4 x 33 77.7 and 69.8; 1 x 80 behind 8000 34.5 and 39.2, but behind 30000 106.5
+    and 98.7.
     """
     if _has_few_keys(problem) or problem.head_dim != _TIMED_HEAD or problem.left >= 0 or problem.draft:
         return False
     rows = rows_of_a_sequence(problem)
-    odd = 64 < rows <= 320 and cdiv(rows, 64) % 2 == 1 and 5 * _tiles_of_64(problem) <= 2 * programs
+    most = 320 if min(problem.capacity, problem.max_seqlen_k) <= _MOST_OF_FIVE else 192
+    odd = 64 < rows <= most and cdiv(rows, 64) % 2 == 1 and 5 * _tiles_of_64(problem) <= 2 * programs
     return odd and decodes_by_two(problem)
 
 

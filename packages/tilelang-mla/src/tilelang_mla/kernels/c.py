@@ -13,7 +13,6 @@ import tilelang.language as tl
 from tilelang.cpu.language import Kernel
 from tilelang.utils.language import to_buffer_region
 
-from tilelang_mla.kernels.build import quick_proofs
 from tilelang_mla.kernels.passes import fewer_passes
 
 # Imported when one is asked for: TileLang rewrites a module's functions as it is imported, in tenths of a second.
@@ -33,7 +32,8 @@ def kernel(name: str, **constants: Any) -> Any:
     module, _, builder = _BUILDERS[name].partition(":")
     build = getattr(import_module(f"tilelang_mla.kernels.{module}"), builder)
     text = build(Language(), dtype=dtype, serial=True, **constants)
-    with quick_proofs(), fewer_passes():
+    # With the earlier solver of ``quick_proofs`` TileLang stops at some, by a check of its own.
+    with fewer_passes():
         return tilelang.compile(text, target="c", execution_backend="cython")
 
 

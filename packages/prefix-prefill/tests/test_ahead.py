@@ -18,7 +18,7 @@ LAYERS = {
     "": 4,
     "--sequences 1 2 3 16 255 256 --tokens 1 2 77 2048 --new-kv --page 64 --lse": 4,
     "--capacity 512": 2,
-    "--window": 2,
+    "--window": 3,
     "--window 2048": 4,
     "--capacity 131072 512 --tokens 2048 --drafts": 0,
     "--cache e4m3 --scales heads --window --sinks --softcap --tokens 1": 2,

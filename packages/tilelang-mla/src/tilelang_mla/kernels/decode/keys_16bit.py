@@ -28,7 +28,7 @@ from tilelang_mla.kernels.decode.rows import (
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
 from tilelang_mla.kernels.decode.shares import turns_of
 
-TEXT = TEXT_BY_ROWS + "#undef MLA_DEVICE\n" + TEXT_OF_KEYS + Path(__file__).with_name("keys_16bit.cuh").read_text()
+TEXT = TEXT_BY_ROWS + TEXT_OF_KEYS + Path(__file__).with_name("keys_16bit.cuh").read_text()
 # The named barrier of the warpgroup that makes weights, as keys_16bit.cuh has it, and warps of a warpgroup.
 _OF_WEIGHTS, _WARPS = 5, 4
 # Floats that are known of a row, and bytes that align the matrices.

@@ -19,7 +19,7 @@
 #ifndef MLA_ON_HOST
 #include <cuda_fp16.h>
 #define MLA_METHOD __device__ __forceinline__
-#define MLA_DEVICE static MLA_METHOD
+#define MLA_DEVICE static __device__ __forceinline__
 #endif
 
 namespace mla::rows {

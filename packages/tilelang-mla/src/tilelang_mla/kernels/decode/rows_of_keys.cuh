@@ -16,7 +16,7 @@
 #ifndef MLA_ON_HOST
 #include <tl_templates/cuda/instruction/wgmma.h>
 #define MLA_INLINE __device__ __forceinline__
-#define MLA_DEVICE static MLA_INLINE
+#define MLA_DEVICE static __device__ __forceinline__
 #endif
 
 namespace mla {

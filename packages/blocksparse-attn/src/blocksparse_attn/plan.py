@@ -313,9 +313,11 @@ def _hopper(problem: Problem) -> AttentionPlan:
     if long and not (narrow or problem.num_splits) and problem.num_heads >= 32 and problem.num_heads_kv % 2 == 0:
         plan = replace(plan, heads_together=problem.num_heads // 2)
     # Rows whose lists differ take different times: of lists at random 974 us for 1048, 366 for 402, 372 for 401. And
-    # few tiles come out uneven: 4 x 128 tokens behind 65408 in a pattern 264 for 355, 32768 2576 for 2583, 2048 behind
-    # 30720 275 for 275 (H200, 2026-11-27). Other heads and smaller blocks were not timed in patterns.
-    timed = _widest(problem) > 64 and not (_widest(problem) > 128 or tail or needs_table(problem))
+    # few tiles come out uneven: 4 x 128 tokens behind 65408 in a pattern 264 for 355, over blocks of 32 166 for 263;
+    # 32768 2576 for 2583, with heads of 96 2201 for 2385 (H200, 2026-11-27). Other heads lose by tiles of 64 keys:
+    # 332 for 322 at 8192. Blocks of 16 were not timed.
+    wide = not narrow and min(problem.q_block, problem.k_block) > 16
+    timed = wide or (64 < _widest(problem) <= 128 and not (tail or needs_table(problem)))
     return replace(plan, as_free=problem.scattered or timed)
 
 

@@ -11,8 +11,10 @@
 #include <random>
 #include <vector>
 
+#include "lanes.h"
 #include "numbers.h"
 #include "threads.h"
+#include "vectors.h"
 
 #define MLA_ON_HOST
 #define MLA_INLINE inline
@@ -22,59 +24,12 @@
 using std::max;
 using std::min;
 
-struct uint2 {
-  uint32_t x, y;
-};
-struct alignas(16) uint4 {
-  uint32_t x, y, z, w;
-};
-struct float2 {
-  float x, y;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
-static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-static uint32_t __float_as_uint(float x) { return bits<uint32_t>(x); }
-static float __uint_as_float(uint32_t x) { return bits<float>(x); }
-
 // Threads
 
 static Barrier everyone(512), weighing(128);
-static std::vector<Barrier> warps(16, Barrier(32)), groups(4, Barrier(128));
-static uint64_t handed[512];
-
-template <class X> static X exchanged(X x, int lane) {
-  handed[own] = 0;
-  memcpy(&handed[own], &x, sizeof(x));
-  warps[own / 32].arrive_and_wait();
-  X other;
-  memcpy(&other, &handed[own / 32 * 32 + lane], sizeof(x));
-  warps[own / 32].arrive_and_wait();
-  return other;
-}
-static float __shfl_xor_sync(uint32_t, float x, int step) { return exchanged(x, own % 32 ^ step); }
-static float __shfl_sync(uint32_t, float x, int lane) { return exchanged(x, lane); }
-static bool __any_sync(uint32_t, bool x) {
-  bool any = false;
-  for (int lane = 0; lane < 32; lane++) any |= exchanged(x, lane);
-  return any;
-}
+static std::vector<Barrier> groups(4, Barrier(128));
 
 namespace mla::rows {
-using Shared = uint8_t *;
-using Distance = ptrdiff_t;
-static Shared shared(void *p) { return static_cast<uint8_t *>(p); }
-static const uint8_t *of_lane(const void *p, int lane) { return static_cast<const uint8_t *>(exchanged(p, lane)); }
-static float of_lane(float x, int lane) { return exchanged(x, lane); }
-static uint32_t of_warp(bool x) {
-  uint32_t all = 0;
-  for (int lane = 0; lane < 32; lane++) all |= uint32_t(exchanged(x, lane)) << lane;
-  return all;
-}
-template <bool LINES> static void copy(Shared to, const uint8_t *from, bool there) { there ? memcpy(to, from, 16) : memset(to, 0, 16); }
 // Not used here.
 void load(uint32_t *x, const uint8_t *from);
 void load(float &x, const uint8_t *from);

@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "lanes.h"
 #include "numbers.h"
 #include "threads.h"
 
@@ -15,20 +16,8 @@
 #define MLA_METHOD inline
 #define MLA_DEVICE static inline
 
-static std::vector<Barrier> warps(8, Barrier(32));
-static uint64_t handed[256];
 // All threads of two programs.
 static Barrier programs(256);
-
-template <class X> static X exchanged(X x, int lane) {
-  handed[own] = 0;
-  memcpy(&handed[own], &x, sizeof(x));
-  warps[own / 32].arrive_and_wait();
-  X other;
-  memcpy(&other, &handed[own / 32 * 32 + lane], sizeof(x));
-  warps[own / 32].arrive_and_wait();
-  return other;
-}
 
 // Of two programs the second has the threads behind those of the first, and memory as far behind the first's.
 static int threads_of_program = 256;
@@ -36,17 +25,6 @@ static ptrdiff_t memory_of_program = 0;
 static int64_t expected, sent;
 
 namespace mla::rows {
-using Shared = uint8_t *;
-using Distance = ptrdiff_t;
-static Shared shared(void *p) { return static_cast<uint8_t *>(p); }
-static const uint8_t *of_lane(const void *p, int lane) { return static_cast<const uint8_t *>(exchanged(p, lane)); }
-static float of_lane(float x, int lane) { return exchanged(x, lane); }
-static uint32_t of_warp(bool x) {
-  uint32_t all = 0;
-  for (int lane = 0; lane < 32; lane++) all |= uint32_t(exchanged(x, lane)) << lane;
-  return all;
-}
-template <bool LINES> static void copy(Shared to, const uint8_t *from, bool there) { there ? memcpy(to, from, 16) : memset(to, 0, 16); }
 static void load(uint32_t *x, const uint8_t *from) { memcpy(x, from, 16); }
 static void load(float &x, const uint8_t *from) { memcpy(&x, from, 4); }
 static void fetch(const void *, int) {}

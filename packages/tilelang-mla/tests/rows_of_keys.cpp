@@ -12,8 +12,10 @@
 #include <random>
 #include <vector>
 
+#include "lanes.h"
 #include "numbers.h"
 #include "threads.h"
+#include "vectors.h"
 
 #define MLA_ON_HOST
 #define MLA_INLINE inline
@@ -22,55 +24,11 @@
 using std::max;
 using std::min;
 
-struct uint2 {
-  uint32_t x, y;
-};
-struct alignas(16) uint4 {
-  uint32_t x, y, z, w;
-};
-struct float2 {
-  float x, y;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
-static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-
-static uint32_t __float_as_uint(float x) { return bits<uint32_t>(x); }
-static float __uint_as_float(uint32_t x) { return bits<float>(x); }
-
 // Threads
 
 static Barrier everyone(512), of_weights(256);
-static std::vector<Barrier> warps(16, Barrier(32)), groups(4, Barrier(128));
-static uint32_t handed[512], operands[512][4];
-
-static float __shfl_xor_sync(uint32_t, float x, int step) {
-  handed[own] = bits<uint32_t>(x);
-  warps[own / 32].arrive_and_wait();
-  float other = bits<float>(handed[own ^ step]);
-  warps[own / 32].arrive_and_wait();
-  return other;
-}
-
-static float __shfl_sync(uint32_t, float x, int lane) {
-  handed[own] = bits<uint32_t>(x);
-  warps[own / 32].arrive_and_wait();
-  float other = bits<float>(handed[own / 32 * 32 + lane]);
-  warps[own / 32].arrive_and_wait();
-  return other;
-}
-
-static bool __any_sync(uint32_t, bool x) {
-  handed[own] = x;
-  warps[own / 32].arrive_and_wait();
-  const uint32_t *first = handed + own / 32 * 32;
-  bool any = std::any_of(first, first + 32, [](uint32_t y) { return y; });
-  warps[own / 32].arrive_and_wait();
-  return any;
-}
+static std::vector<Barrier> groups(4, Barrier(128));
+static uint32_t operands[512][4];
 
 namespace mla {
 static void together() { of_weights.arrive_and_wait(); }

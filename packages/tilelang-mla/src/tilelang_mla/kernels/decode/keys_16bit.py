@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilelang_mla.kernels.common import GROUP, LN_2, WARP, log_of_sum, macro
-from tilelang_mla.kernels.decode.groups import Launch, Work, read_work
+from tilelang_mla.kernels.decode.groups import Barriers, Launch, Work, read_work
 from tilelang_mla.kernels.decode.keys import TEXT as TEXT_OF_KEYS
 from tilelang_mla.kernels.decode.keys import call
 from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
@@ -47,21 +47,6 @@ class KeyMemory(NamedTuple):
     share: Any
 
 
-class KeyBarriers(NamedTuple):
-    """Full and empty barriers of two work items and their q, of the stages' left halves with ropes, right halves,
-    and of two blocks' weights; ``sums_full`` when a work item's are known, whose place is free with the item's."""
-
-    work_full: Any
-    work_empty: Any
-    left_full: Any
-    left_empty: Any
-    right_full: Any
-    right_empty: Any
-    weights_full: Any
-    weights_empty: Any
-    sums_full: Any
-
-
 def bytes_of_matrices(S: Any) -> int:
     """Two of q, weights of two blocks, and the stages."""
     return 2 * (2 * S.rows * S.width + 2 * S.rows * S.block_n + S.num_stages * S.block_n * S.width) + _ALIGNED
@@ -80,6 +65,7 @@ def alloc_key_memory(T, S):
 
 @macro
 def alloc_key_barriers(T, S):
+    """Of two items and their q, of the stages' left halves with ropes, right halves, and of two blocks' weights."""
     work_full = T.alloc_barrier([2 * GROUP] * 2)
     work_empty = T.alloc_barrier([3 * GROUP] * 2)
     left_full = T.alloc_barrier([2 * GROUP] * S.num_stages)
@@ -109,7 +95,7 @@ def run_keys_16bit(T, S, inputs, outputs, numbers, i_program, num_programs):
     row_tiles = T.alloc_var(T.int32, init=T.truncdiv(rows + (S.rows - 1), S.rows))
     tokens = T.alloc_var(T.int32, init=T.truncdiv(rows, heads))
     launch = Launch(*numbers, tokens, row_tiles, i_program, num_programs)
-    barriers = KeyBarriers(*alloc_key_barriers(T, S))
+    barriers = Barriers(*alloc_key_barriers(T, S))
     with T.ws(3):
         produce_keys(T, S, launch, inputs, memory, barriers, thread - 3 * GROUP)
     with T.ws(0):

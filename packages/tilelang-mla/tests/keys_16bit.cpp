@@ -164,8 +164,8 @@ template <int N, int ROPE, bool BF16> void run(const char *name, int keys, int r
       }
       everyone.arrive_and_wait();
       if (group == 0) {
-        b::score_left<N, ROPE, STAGES, BF16>(s, memory, slot, stage);
-        b::score_right<N, ROPE, STAGES, BF16>(s, memory, slot, stage);
+        b::score_half<N, ROPE, STAGES, BF16, false>(s, memory, slot, stage);
+        b::score_half<N, ROPE, STAGES, BF16, true>(s, memory, slot, stage);
         b::weigh<N, ROPE, STAGES, BF16>(s, state, memory, known, &valid[64 * stage], SCALE, i % 2, buffer, own_thread);
       }
       everyone.arrive_and_wait();

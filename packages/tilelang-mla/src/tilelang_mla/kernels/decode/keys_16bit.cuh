@@ -81,27 +81,18 @@ MLA_DEVICE void score_chunk(float *s, uint8_t *memory, int slot, int stage, int 
     multiply<N, BF16, false>(advanced(keys, 32 * k), advanced(q, 32 * k), s, add || k > 0);
 }
 
-// Scores of left halves and ropes are asked for, [key, row]; behind those of right halves they are there.
-template <int N, int ROPE, int STAGES, bool BF16>
-MLA_DEVICE void score_left(float *s, void *memory_at, int slot, int stage) {
+// Scores of half of the elements are asked for, [key, row], with the left half ropes; behind the right half's all are there.
+template <int N, int ROPE, int STAGES, bool BF16, bool RIGHT>
+MLA_DEVICE void score_half(float *s, void *memory_at, int slot, int stage) {
   uint8_t *memory = aligned(memory_at);
   visible_to_mma();
   begin_products();
 #pragma unroll
-  for (int c = 0; c < TILES; c++) score_chunk<N, ROPE, STAGES, BF16>(s, memory, slot, stage, c, c > 0);
-  if (ROPE) score_chunk<N, ROPE, STAGES, BF16>(s, memory, slot, stage, 2 * TILES, true);
+  for (int c = 0; c < TILES; c++)
+    score_chunk<N, ROPE, STAGES, BF16>(s, memory, slot, stage, RIGHT * TILES + c, RIGHT || c > 0);
+  if (ROPE && !RIGHT) score_chunk<N, ROPE, STAGES, BF16>(s, memory, slot, stage, 2 * TILES, true);
   commit_products();
-}
-template <int N, int ROPE, int STAGES, bool BF16>
-MLA_DEVICE void score_right(float *s, void *memory_at, int slot, int stage) {
-  uint8_t *memory = aligned(memory_at);
-  visible_to_mma();
-  begin_products();
-#pragma unroll
-  for (int c = TILES; c < 2 * TILES; c++) score_chunk<N, ROPE, STAGES, BF16>(s, memory, slot, stage, c, true);
-  commit_products();
-  await_products<0>();
-  keep<N / 2>(s);
+  if (RIGHT) await_products<0>(), keep<N / 2>(s);
 }
 
 // A thread's numbers of its rows, N / 4: those of a warp's 16 keys together, in all of its threads.
@@ -111,8 +102,6 @@ template <int N, class Combine> MLA_DEVICE void of_all_keys(float *x, Combine co
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) x[i] = combine(x[i], __shfl_xor_sync(~0u, x[i], step));
 }
-
-template <int N> MLA_DEVICE int row_of(Lane l, int i) { return 8 * (i / 2) + 2 * l.t + i % 2; }
 
 // What a thread knows of its rows: sums of the weights of its own keys, running maxima, and the largest scores of its
 // own keys.
@@ -135,9 +124,10 @@ MLA_DEVICE void weigh(
   bool low_valid = valid[low], high_valid = valid[low + 8], rises = false;
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
-    float &x = s[4 * (i / 2) + i % 2], &y = s[4 * (i / 2) + 2 + i % 2];
-    x = low_valid ? x * scale : -INFINITY, y = high_valid ? y * scale : -INFINITY;
-    most[i] = fmaxf(x, y), highest[i] = fmaxf(highest[i], most[i]);
+    float *two = scores_of(s, i);
+    multiply_both(two, scale);
+    mask(two, low_valid, high_valid);
+    most[i] = larger_of(two), highest[i] = fmaxf(highest[i], most[i]);
     rises |= most[i] > known[i] + HEADROOM;
   }
   bool tells = l.g == 0 && l.warp == 0;
@@ -148,25 +138,26 @@ MLA_DEVICE void weigh(
     float *by_warp = of_rows.seen + parity * 8 * N;
 #pragma unroll
     for (int i = 0; i < N / 4; i++)
-      if (l.g == 0) by_warp[4 * row_of<N>(l, i) + l.warp] = most[i];
+      if (l.g == 0) by_warp[4 * row_of(l, i) + l.warp] = most[i];
     of_weights();
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
-      float4 a = *reinterpret_cast<const float4 *>(by_warp + 4 * row_of<N>(l, i));
+      float4 a = *reinterpret_cast<const float4 *>(by_warp + 4 * row_of(l, i));
       float of_all = fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), by = 1.f;
       if (of_all > known[i] + HEADROOM) by = power(known[i] - of_all), known[i] = of_all;
       sums[i] *= by;
-      if (tells) rescales[row_of<N>(l, i)] = by;
+      if (tells) rescales[row_of(l, i)] = by;
     }
   } else if (tells) {
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) rescales[row_of<N>(l, i)] = 1.f;
+    for (int i = 0; i < N / 4; i++) rescales[row_of(l, i)] = 1.f;
   }
   uint8_t *weights = aligned(memory_at) + S::WEIGHTS + buffer * S::CHUNK;
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
-    int row = row_of<N>(l, i);
-    float x = power(s[4 * (i / 2) + i % 2] - known[i]), y = power(s[4 * (i / 2) + 2 + i % 2] - known[i]);
+    int row = row_of(l, i);
+    const float *two = scores_of(s, i);
+    float x = power(two[0] - known[i]), y = power(two[2] - known[i]);
     sums[i] += x + y;
     uint32_t both = pack(x, y, BF16);
     *reinterpret_cast<uint16_t *>(weights + place(row, low)) = static_cast<uint16_t>(both);
@@ -185,7 +176,7 @@ template <int N> MLA_DEVICE void total(float *state, void *rows_at, int slot, in
   if (l.g == 0) {
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
-      int row = row_of<N>(l, i);
+      int row = row_of(l, i);
       by_warp[8 * row + l.warp] = sums[i], by_warp[8 * row + 4 + l.warp] = highest[i];
       if (l.warp == 0) of_rows.log_of[slot * N + row] = known[i];
     }

@@ -174,9 +174,9 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
             stage = T.alloc_var(T.int32, init=block % S.num_stages)
             phase = T.alloc_var(T.int32, init=T.truncdiv(block, S.num_stages) % 2)
             T.barrier_wait(barriers.left_full[stage], phase)
-            call(T, name_of(S, "score_left", is_bf16), at(T, s[0]), matrices, slot, stage)
+            call(T, name_of(S, "score_half", is_bf16, False), at(T, s[0]), matrices, slot, stage)
             T.barrier_wait(barriers.right_full[stage], phase)
-            call(T, name_of(S, "score_right", is_bf16), at(T, s[0]), matrices, slot, stage)
+            call(T, name_of(S, "score_half", is_bf16, True), at(T, s[0]), matrices, slot, stage)
             T.barrier_wait(barriers.weights_empty[block % 2], T.truncdiv(block, 2) % 2 ^ 1)
             call(
                 T, name_of(S, "weigh", is_bf16), at(T, s[0]), at(T, state[0]), matrices, of_rows,

@@ -135,11 +135,11 @@ MLA_DEVICE void weigh(
   float most[N / 4];
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
-    int row = 8 * (i / 2) + 2 * l.t + i % 2;
-    float factor = of_rows.factor[row], &x = s[4 * (i / 2) + i % 2], &y = s[4 * (i / 2) + 2 + i % 2];
-    x *= factor, y *= factor;
-    if (ends) x = key < limits[row] ? x : -INFINITY, y = key + 4 < limits[row] ? y : -INFINITY;
-    most[i] = fmaxf(x, y);
+    int row = row_of(l, i);
+    float *two = scores_of(s, i);
+    multiply_both(two, of_rows.factor[row]);
+    if (ends) mask(two, key < limits[row], key + 4 < limits[row]);
+    most[i] = larger_of(two);
   }
   // Who is late still reads those of the block before.
   float *by_warp = of_rows.seen + parity * 8 * N;

@@ -146,6 +146,9 @@ MLA_DEVICE Lane lane_of(int thread) {
   return {thread, thread >> 7, (thread >> 5) & 3, (thread & 31) >> 2, thread & 3};
 }
 
+// The i-th of the N / 4 rows of which a thread has scores or sums.
+MLA_DEVICE int row_of(Lane l, int i) { return 8 * (i / 2) + 2 * l.t + i % 2; }
+
 // What is known of rows of q, [N] each: maxima of 8 warps, or their sums, of two blocks; two running maxima; what a score,
 // and a score of widened keys, is multiplied by; what rescales accumulators before each of two blocks; of two work items,
 // when they end, the logarithm that sums are relative to, and the sums; and what products of a block are multiplied by.

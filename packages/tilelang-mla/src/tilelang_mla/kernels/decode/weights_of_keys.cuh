@@ -85,6 +85,15 @@ MLA_DEVICE void scores(float *s, void *memory_at, int stage, void *rows_at, int 
   keep<OWN>(s);
 }
 
+// Of each of its N / 4 rows a thread has the scores of two keys, the second's two numbers behind the first's.
+MLA_DEVICE float *scores_of(float *s, int i) { return s + 4 * (i / 2) + i % 2; }
+MLA_DEVICE void multiply_both(float *two, float by) { two[0] *= by, two[2] *= by; }
+// What is no key, or not seen by the row, has no weight.
+MLA_DEVICE void mask(float *two, bool first, bool second) {
+  two[0] = first ? two[0] : -INFINITY, two[2] = second ? two[2] : -INFINITY;
+}
+MLA_DEVICE float larger_of(const float *two) { return fmaxf(two[0], two[2]); }
+
 // The first of two rows whose sums over the keys of a warp a thread has.
 template <int N> MLA_DEVICE int own_row(Lane l) { return l.g * N / 64 * 8 + 2 * l.t; }
 
@@ -160,12 +169,12 @@ MLA_DEVICE void weigh(
   bool rises = false;
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
-    int row = 8 * (i / 2) + 2 * l.t + i % 2;
-    float factor = of_rows.factor[row], &x = s[4 * (i / 2) + i % 2], &y = s[4 * (i / 2) + 2 + i % 2];
-    x *= factor, y *= factor;
-    if (ends) x = key < limits[row] ? x : -INFINITY, y = key + 8 < limits[row] ? y : -INFINITY;
-    x = low_valid ? x : -INFINITY, y = high_valid ? y : -INFINITY;
-    most[i] = fmaxf(x, y);
+    int row = row_of(l, i);
+    float *two = scores_of(s, i);
+    multiply_both(two, of_rows.factor[row]);
+    if (ends) mask(two, key < limits[row], key + 8 < limits[row]);
+    mask(two, low_valid, high_valid);
+    most[i] = larger_of(two);
     rises |= most[i] > known[row] + HEADROOM;
   }
   const uint8_t *own_scales = stage_of<N, ROPE, RECORDS>(memory_at, stage) + low * S::ROW + SCALES;
@@ -191,7 +200,7 @@ MLA_DEVICE void weigh(
     together();
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
-      int row = 8 * (i / 2) + 2 * l.t + i % 2;
+      int row = row_of(l, i);
       float of_all = highest_of(by_warp, row), highest = known[row], by = 1.f;
       if (of_all > highest + HEADROOM) by = power(highest - of_all), highest = of_all;
       read_by_warp();
@@ -208,7 +217,7 @@ MLA_DEVICE void weigh(
     read_by_warp();
   } else if (tells) {
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) rescales[8 * (i / 2) + 2 * l.t + i % 2] = 1.f;
+    for (int i = 0; i < N / 4; i++) rescales[row_of(l, i)] = 1.f;
     if (S::GROUPED) of_rows.by_power[4 * buffer + l.t] = 1.f;
   }
   float by_low[S::GROUPS], by_high[S::GROUPS];

@@ -243,6 +243,13 @@ def load_key(T, S, inputs, memory, barriers, i_page, row, stage, key, left):
 
 
 @macro
+def await_work(T, memory, barriers, turn):
+    """The fields of a turn's :class:`Work`, when the producer has told them; a slot has every other turn's."""
+    T.barrier_wait(barriers.work_full[turn % 2], turn // 2 % 2)
+    return read_work(T, memory.told, turn % 2)
+
+
+@macro
 def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
     """Two warpgroups' part: scores and weights, sums and their logarithms."""
     of_weights = registers_of(S)[0]
@@ -258,8 +265,7 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
-        T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)
-        work = Work(*read_work(T, memory.told, slot))
+        work = Work(*await_work(T, memory, barriers, turn))
         # Both are done with the item before.
         T.sync_threads(_OF_WEIGHTS, 2 * GROUP)
         own_rows = T.alloc_var(T.int32, init=T.min(rows - work.first_row, S.rows))
@@ -322,8 +328,7 @@ def multiply_latents(T, S, launch, inputs, outputs, memory, barriers, thread):
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
-        T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)
-        work = Work(*read_work(T, memory.told, slot))
+        work = Work(*await_work(T, memory, barriers, turn))
         for i in T.unroll(2 * S.rows):
             acc[i] = 0
         for step in T.serial(work.steps):

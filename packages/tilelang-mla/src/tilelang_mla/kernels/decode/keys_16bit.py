@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tilelang_mla.kernels.common import GROUP, LN_2, WARP, log_of_sum, macro
 from tilelang_mla.kernels.decode.groups import Barriers, Launch, Work, read_work
 from tilelang_mla.kernels.decode.keys import TEXT as TEXT_OF_KEYS
-from tilelang_mla.kernels.decode.keys import call
+from tilelang_mla.kernels.decode.keys import await_work, call
 from tilelang_mla.kernels.decode.rows import TEXT as TEXT_BY_ROWS
 from tilelang_mla.kernels.decode.rows import (
     Held,
@@ -164,8 +164,7 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
-        T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)
-        work = Work(*read_work(T, memory.told, slot))
+        work = Work(*await_work(T, memory, barriers, turn))
         call(T, f"mla::bits16::begin_rows<{S.rows}>", at(T, state[0]))
         # All have read what the item before ended with.
         T.sync_threads(_OF_WEIGHTS, GROUP)
@@ -207,8 +206,7 @@ def multiply_half(T, S, launch, inputs, outputs, memory, barriers, empty, half, 
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
-        T.barrier_wait(barriers.work_full[slot], turn // 2 % 2)
-        work = Work(*read_work(T, memory.told, slot))
+        work = Work(*await_work(T, memory, barriers, turn))
         for i in T.unroll(2 * S.rows):
             acc[i] = 0
         for step in T.serial(work.steps):

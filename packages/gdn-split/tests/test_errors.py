@@ -12,6 +12,18 @@ import torch
 
 import gdn_split
 from gdn_split.plan import ConvPlan, SplitPlan
+from kernel_reference.testing.wrong import (
+    as_list,
+    elsewhere,
+    every_second,
+    in_half,
+    needing_grad,
+    one_rank_more,
+    one_wider,
+    overlapping,
+    replaced,
+    sparse,
+)
 
 # 2 QK heads and 6 V heads, of 4 and 8 elements: rows of 112 and 12, parts of 64, 48, 6 and 6.
 ROWS = 6
@@ -43,15 +55,6 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
     return {**fused, **convolution, **SIZES, "out": list(parts.values())}
 
 
-def replaced(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Change one argument: to a value, or to what a function makes of the right one."""
-
-    def change(arguments: dict[str, Any]) -> None:
-        arguments[name] = value(arguments[name]) if callable(value) else value
-
-    return change
-
-
 def in_out(place: int, value: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]], None]:
     def change(arguments: dict[str, Any]) -> None:
         arguments["out"][place] = value(arguments["out"][place])
@@ -59,32 +62,9 @@ def in_out(place: int, value: Callable[[torch.Tensor], Any]) -> Callable[[dict[s
     return change
 
 
-def every_second(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a tensor whose last dimension is not contiguous."""
-    return torch.stack([tensor, tensor], dim=-1)[..., 0]
-
-
-def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
-
-
-def overlapping(tensor: torch.Tensor) -> torch.Tensor:
-    strides = (tensor.stride(0) - 1, *tensor.stride()[1:])
-    return torch.zeros(tensor.numel(), device=tensor.device).as_strided(tensor.shape, strides)
-
-
-def needing_grad(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone().requires_grad_()
-
-
 complex128 = lambda tensor: tensor.to(torch.complex128)  # noqa: E731
-one_wider = lambda tensor: torch.cat([tensor, tensor[..., :1]], dim=-1)  # noqa: E731
 one_row_less = lambda tensor: tensor[:-1]  # noqa: E731
 no_dimensions = lambda tensor: tensor.new_zeros(())  # noqa: E731
-one_rank_more = lambda tensor: tensor[None]  # noqa: E731
-sparse = lambda tensor: tensor.to_sparse()  # noqa: E731
-as_list = lambda tensor: tensor.tolist()  # noqa: E731
-in_half = lambda tensor: tensor.half()  # noqa: E731
 
 
 def integers(arguments: dict[str, Any]) -> None:

@@ -20,6 +20,21 @@ import torch
 import lightning_attn
 from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.wrong import (
+    Change,
+    as_list,
+    elsewhere,
+    every_second,
+    in_double,
+    in_half,
+    needing_grad,
+    one_less,
+    one_rank_more,
+    one_wider,
+    overlapping,
+    replaced,
+    sparse,
+)
 from lightning_attn import Snapshots
 from lightning_attn.plan import DecodePlan, PrefillPlan
 
@@ -86,18 +101,6 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
     return found
 
 
-Change = Callable[[dict[str, Any]], None]
-
-
-def replaced(name: str, value: Any) -> Change:
-    """Change one argument: to a value, or to what a function makes of the right one."""
-
-    def change(arguments: dict[str, Any]) -> None:
-        arguments[name] = value(arguments[name]) if callable(value) else value
-
-    return change
-
-
 def in_snapshot(field: str, value: Any) -> Change:
     def change(arguments: dict[str, Any]) -> None:
         given = arguments["snapshot"]
@@ -105,24 +108,6 @@ def in_snapshot(field: str, value: Any) -> Change:
         arguments["snapshot"] = given._replace(**{field: made})
 
     return change
-
-
-def every_second(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in a tensor that is not contiguous."""
-    return torch.stack([tensor, tensor], dim=-1)[..., 0]
-
-
-def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
-
-
-def overlapping(tensor: torch.Tensor) -> torch.Tensor:
-    strides = (tensor.stride(0) - 1, *tensor.stride()[1:])
-    return torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
-
-
-def needing_grad(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone().requires_grad_()
 
 
 def with_drafts(count: int) -> Change:
@@ -166,13 +151,6 @@ def all_in(dtype: torch.dtype) -> Change:
     return change
 
 
-one_wider = lambda tensor: torch.cat([tensor, tensor[..., :1]], dim=-1)  # noqa: E731
-one_less = lambda tensor: tensor[:-1]  # noqa: E731
-one_rank_more = lambda tensor: tensor[None]  # noqa: E731
-sparse = lambda tensor: tensor.to_sparse()  # noqa: E731
-as_list = lambda tensor: tensor.tolist()  # noqa: E731
-in_half = lambda tensor: tensor.half()  # noqa: E731
-in_double = lambda tensor: tensor.double()  # noqa: E731
 in_int16 = lambda tensor: tensor.short()  # noqa: E731
 as_float = lambda tensor: tensor.float()  # noqa: E731
 as_int = lambda tensor: tensor.int()  # noqa: E731

@@ -17,6 +17,22 @@ import torch
 import prefix_prefill
 from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.wrong import (
+    Change,
+    as_list,
+    elsewhere,
+    every_second,
+    in_double,
+    in_half,
+    needing_grad,
+    one_less,
+    one_rank_more,
+    one_wider,
+    overlapping,
+    replaced,
+    sparse,
+    together,
+)
 from prefix_prefill import PrefillPlan
 
 Tensor = torch.Tensor
@@ -80,39 +96,6 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
     return {**tensors, **lengths, **caches, **options}
 
 
-Change = Callable[[dict[str, Any]], None]
-
-
-def replaced(name: str, value: Any) -> Change:
-    """Change one argument: to a value, or to what a function makes of the right one."""
-
-    def change(arguments: dict[str, Any]) -> None:
-        arguments[name] = value(arguments[name]) if callable(value) else value
-
-    return change
-
-
-def together(*changes: Change) -> Change:
-    def change(arguments: dict[str, Any]) -> None:
-        for one in changes:
-            one(arguments)
-
-    return change
-
-
-def elsewhere(tensor: Tensor) -> Tensor:
-    return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
-
-
-def overlapping(tensor: Tensor) -> Tensor:
-    strides = (tensor.stride(0) - 1, *tensor.stride()[1:])
-    return torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
-
-
-def needing_grad(tensor: Tensor) -> Tensor:
-    return tensor.float().clone().requires_grad_().to(tensor.dtype)
-
-
 def in_layout(layout: str) -> Change:
     """Another layout, and caches that are right in it."""
 
@@ -163,19 +146,11 @@ def one_more_in(dim: int) -> Callable[[Tensor], Tensor]:
     return grown
 
 
-one_wider = lambda tensor: torch.cat([tensor, tensor[..., :1]], dim=-1)  # noqa: E731
-one_less = lambda tensor: tensor[:-1]  # noqa: E731
 one_head_less = lambda tensor: tensor[:, :-1]  # noqa: E731
-one_rank_more = lambda tensor: tensor[None]  # noqa: E731
-sparse = lambda tensor: tensor.float().to_sparse()  # noqa: E731
-as_list = lambda tensor: tensor.tolist()  # noqa: E731
-in_half = lambda tensor: tensor.half()  # noqa: E731
-in_double = lambda tensor: tensor.double()  # noqa: E731
 in_int16 = lambda tensor: tensor.short()  # noqa: E731
 as_float = lambda tensor: tensor.float()  # noqa: E731
 as_int = lambda tensor: tensor.int()  # noqa: E731
 expanded = lambda tensor: tensor[:1].expand_as(tensor)  # noqa: E731
-every_second = lambda tensor: torch.stack([tensor, tensor], dim=-1)[..., 0]  # noqa: E731
 no_elements = lambda tensor: tensor[..., :0]  # noqa: E731
 
 V, T = ValueError, TypeError

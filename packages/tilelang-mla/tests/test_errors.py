@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import tilelang_mla
 from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.wrong import elsewhere, needing_grad, overlapping, replaced, together
 from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, flash_mla
 
 Tensor = torch.Tensor
@@ -75,30 +77,6 @@ def good(function: str, device: torch.device) -> dict[str, Any]:
             "causal": True, "out": make(B, SQ, H, NOPE), "return_lse": True, "plan": plan}  # fmt: skip
 
 
-Change = Callable[[dict[str, Any]], None]
-
-
-def replaced(name: str, value: Any) -> Change:
-    """Change one argument: to a value, or to what a function makes of the right one."""
-
-    def change(arguments: dict[str, Any]) -> None:
-        arguments[name] = value(arguments.get(name)) if callable(value) else value
-
-    return change
-
-
-def together(*changes: Change) -> Change:
-    def change(arguments: dict[str, Any]) -> None:
-        for one in changes:
-            one(arguments)
-
-    return change
-
-
-def elsewhere(tensor: Tensor) -> Tensor:
-    return tensor.cpu() if tensor.is_cuda else tensor.to("meta")
-
-
 def narrower(tensor: Tensor) -> Tensor:
     return tensor[..., :-32]
 
@@ -110,15 +88,6 @@ def columns_apart(tensor: Tensor) -> Tensor:
 def rows_unaligned(tensor: Tensor) -> Tensor:
     wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 1, dtype=tensor.dtype, device=tensor.device)
     return wide[..., :-1]
-
-
-def overlapping(tensor: Tensor) -> Tensor:
-    strides = (tensor.stride(0) - 8, *tensor.stride()[1:])
-    return torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device).as_strided(tensor.shape, strides)
-
-
-def needing_grad(tensor: Tensor) -> Tensor:
-    return tensor.float().clone().requires_grad_().to(tensor.dtype)
 
 
 def every_other(tensor: Tensor) -> Tensor:
@@ -280,7 +249,7 @@ def cases() -> dict[str, list[Any]]:
         case(
             "out overlapping",
             function,
-            replaced("out", overlapping),
+            replaced("out", partial(overlapping, by=8)),
             ValueError,
             "out must be a tensor whose elements do",
         )

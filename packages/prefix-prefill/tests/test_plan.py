@@ -579,8 +579,7 @@ def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
         problem = problem_of(LLAMA_8B, tokens=1, sequences=1, longest=1, capacity=131072, new_kv=False)
         bounded = replace(problem, max_seqlen_k=keys)
         assert plan_prefill(bounded, H200).num_splits == pieces
-        # Up to 2048 keys a batch of as few prompts would have the kernel that decodes.
-        assert kind_of_batch(bounded, H200) == (True, keys <= 2048, True, False, False, pieces, False)
+        assert kind_of_batch(bounded, H200) == (True, True, True, False, False, pieces, False)
     assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
     assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
 

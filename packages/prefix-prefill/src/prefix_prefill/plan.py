@@ -31,15 +31,11 @@ from prefix_prefill.two_programs import (
     SHORT_WINDOW,
     decodes_by_two,
     fits_twice,
-    has_odd_tiles_of_64,
     has_one_each,
-    has_short_tiles_of_64,
-    has_short_window,
-    has_whole_short_tiles,
-    has_whole_tiles_by_two,
+    has_tiles_of_64,
+    is_by_two,
     is_capped_by_two,
     is_capped_by_warps,
-    is_capped_by_warps_of_one,
     is_plain,
     keys_of_two,
     pieces_by_two,
@@ -218,24 +214,18 @@ def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, b
     """
     cores = limits.cores
     few_rows, few_tiles = has_few_rows(problem), has_few_tiles(problem, cores)
-    of_64 = has_whole_tiles_by_two(problem, cores) or _has_tiles_of_64(problem, cores)
+    of_64 = few_rows or has_tiles_of_64(problem, cores)
     by_two = is_capped_by_two(problem, few_rows or few_tiles, cores)
     few = few_rows, of_64, few_tiles, by_two, has_one_each(problem, cores)
     return *few, _pieces(problem, limits.cores), is_worth_widening(problem)
-
-
-def _has_tiles_of_64(problem: Problem, programs: int) -> bool:
-    """Whether tiles are of 64 rows though sequences have more."""
-    return has_short_tiles_of_64(problem, programs) or has_odd_tiles_of_64(problem, programs)
 
 
 def _pieces(problem: Problem, programs: int) -> int:
     """In how many pieces shapes tell that tiles are best: in 1, then nothing is shared on the device, and nothing
     merged; or 0, which leaves it to the device.
     """
-    if has_whole_tiles_by_two(problem, programs) and not is_packed(problem):
-        return pieces_by_two(problem, programs)
-    return int(_has_whole_tiles(problem, programs)) or pieces_of_one(problem, programs)
+    by_two = pieces_by_two(problem, programs)
+    return by_two or int(_has_whole_tiles(problem, programs)) or pieces_of_one(problem, programs)
 
 
 def _rows_of_a_tile(problem: Problem) -> int:
@@ -255,8 +245,6 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
     # With the portable one that decodes, packed keys have four kernels without that of whole tiles.
     if is_packed(problem):
         return False
-    if has_whole_short_tiles(problem, programs):
-        return True
     if keys <= _FEW_KEYS:
         return not has_few_rows(problem) or not is_worth_a_merge(problem, programs)
     if problem.shared or problem.carried:
@@ -287,7 +275,7 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
 def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     block_m = _rows_of_a_tile(problem)
     few_tiles = has_few_tiles(problem, programs)
-    if _has_tiles_of_64(problem, programs):
+    if has_tiles_of_64(problem, programs):
         block_m = 64
     if few_tiles and problem.largest_head > 128 and is_gathered(problem):
         # 4 x 33 behind 16384, heads of 192, window 4096: 26.2 us on an H200, by 128 rows 31.2.
@@ -300,15 +288,14 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     if block_m == 64 and 128 < problem.head_dim_v <= 256:
         # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
-    by_two = has_short_window(problem) or is_capped_by_two(problem, block_m == 64 or few_tiles, programs)
-    if by_two or (block_m == 64 and decodes_by_two(problem)):
+    if is_by_two(problem, block_m == 64, few_tiles, programs):
         # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
         # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7; 64 and one that
         # decode behind 8000 28.0 and 9.5, by one 33.4 and 9.3.
         loading = LOADING_LARGE if problem.head_dim_v > 192 else 56
         stages = 4 if problem.largest_head <= 64 else 2
         two = PrefillPlan(64, keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2, loading=loading)
-        return replace(two, capping=4) if is_capped_by_warps(problem) else two
+        return replace(two, capping=4) if is_capped_by_warps(problem, 2) else two
     narrow = 0 <= problem.left < SHORT_WINDOW or problem.softcap or is_gathered(problem)
     if block_m == 128 and problem.head_dim_v > 128 and narrow:
         # Capped, 4 x 2048 behind 1000 491 us on an H100, by 128 keys 580; gathered, registers go to what copies.
@@ -331,7 +318,7 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
         # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610; of heads of 256 1699, 1797.
         loading = 24
     plan = PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
-    return replace(plan, capping=4) if block_m == 128 and is_capped_by_warps_of_one(problem) else plan
+    return replace(plan, capping=4) if block_m == 128 and is_capped_by_warps(problem, 1) else plan
 
 
 def _holds_queries(problem: Problem) -> bool:

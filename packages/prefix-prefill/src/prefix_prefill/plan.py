@@ -43,23 +43,12 @@ from prefix_prefill.two_programs import (
 
 # A tile of fewer keys is never cut (kernels/balance.py); to merge nothing takes 2 us of 12, behind 500 keys (H100).
 _FEW_KEYS = 1024
-# Tiles that could be cut are left whole where shapes tell that all programs stay busy (us on an H200, 32 / 8 heads: as
-# the device shares them, and whole). Those that a window keeps this short, behind 16384 and 8000, window 1024: 4 x 512
-# 104.3 and 95.9, 1 x 256 47.8 and 32.6, 64 that decode 90.6 and 76.4, one 23.1 and 17.5; of larger heads, or 8 bits,
-# which were not timed, only if there are two for each program.
+# Of tiles that a window keeps this short, cutting and merging costs more than it saves: behind 16384 and 8000, window
+# 1024, 4 x 512 104.3 us on an H200, whole 95.9, 1 x 256 47.8 and 32.6, 64 that decode 90.6 and 76.4, one 23.1 and 17.5.
 _SHORT_TILE = 1280
-# Those of one sequence, if no program takes more than so many, and so much of the last round is filled: 1 x 2048, 3.9
-# rounds, 92.3 and 82.7; 1 x 8192, 15.5 rounds, 898.4 and 916.2. Idle programs cost most behind a long context.
-_MOST_ROUNDS, _FILLED = 4, 0.96
-# But not where a bound tells of contexts so many times as long: 2048 behind 30720, H100, 1794 us whole, 1740 shared.
-_LONG_CONTEXT = 4
-# And those of prompts that the cache holds little of, of several the longest tiles first: 8 x 1024 195 us, shared 213,
-# ten of 17 to 4000 525 and 542. Registers that the scheduler's warp does without then are left to consumers: 1 x 8192,
-# 16384, 65536 897, 3427, 54109 us, shared 982, 3729, 57813; 1 x 2048 85.1, with 56 87.1.
+# Registers a thread of what loads, where tiles are whole: the scheduler needs fewer, and consumers have the others. 1 x
+# 8192, 16384 and 65536 take 897, 3427 and 54109 us so, shared 982, 3729 and 57813; 1 x 2048 85.1, by 56 registers 87.1.
 _LOADING_WHOLE = 40
-# And those of sequences that are all as long, behind about as many keys: 4 x 1024 behind 1024 185.8 us, shared 207.9,
-# 3 x 1500 behind 1000 236.9 and 255.7, 4 x 2048 behind 2048 690.6 and 716.4; other heads were not timed.
-_AS_MANY_CACHED, _TIMED_HEAD = 2, 128
 # Shared memory of sm_90 in bytes, without what barriers, positions and items take.
 _MOST_SHARED = 224 * 1024
 # What a merge kernel combines quickly enough.
@@ -210,7 +199,7 @@ def plan_prefill(problem: Problem, limits: DeviceLimits, num_splits: int = 0) ->
 def kind_of_batch(problem: Problem, limits: DeviceLimits) -> tuple[bool, bool, bool, bool, bool, int, bool]:
     """All that plans for sm_90 look at of a batch's sizes: of those with equal kinds, plans are equal.
 
-    It is found in two microseconds, a plan in 15, and new sizes come with every step of a server.
+    It is found in a fraction of the time of a plan, and new sizes come with every step of a server.
     """
     cores = limits.cores
     few_rows, few_tiles = has_few_rows(problem), has_few_tiles(problem, cores)
@@ -249,76 +238,99 @@ def _has_whole_tiles(problem: Problem, programs: int) -> bool:
         return not has_few_rows(problem) or not is_worth_a_merge(problem, programs)
     if problem.shared or problem.carried:
         return False
-    group = problem.group
-    tokens = tokens_per_tile(group, _rows_of_a_tile(problem))
+    tokens = tokens_per_tile(problem.group, _rows_of_a_tile(problem))
     if problem.left >= 0 and problem.right >= 0:
         keys = min(keys, problem.left + tokens + problem.right)
         # Longer tiles of larger heads take longer than a merge.
         if keys <= _FEW_KEYS or (keys <= _SHORT_TILE and problem.largest_head <= 128 and problem.cache_bits == 16):
             # One that decodes behind 8000 in a window of 1024 takes 17.5 us on an H200, behind 1000 in 8 pieces 9.0.
             return not (decodes_by_two(problem) and has_few_rows(problem) and is_worth_a_merge(problem, programs))
-    if group > 64 or has_few_rows(problem):
-        return False
+    return problem.group <= 64 and not has_few_rows(problem) and _prompts_fill_programs(problem, keys, programs)
+
+
+def _prompts_fill_programs(problem: Problem, keys: int, programs: int) -> bool:
+    """Whether the tiles of prompts, of up to so many keys, keep all programs busy if none is cut: behind a long context
+    idle ones cost most. us on an H200, 32 / 8 heads, as the device shares tiles, and whole.
+    """
+    tokens = tokens_per_tile(problem.group, _rows_of_a_tile(problem))
     longest = min(problem.max_seqlen_q, problem.tokens)
-    alike = problem.tokens == problem.sequences * longest > longest and problem.largest_head == _TIMED_HEAD
-    few_cached = keys <= power_of_two_at_least(longest) * (_AS_MANY_CACHED if alike else 1)
-    few_cached = few_cached or (problem.new_kv and problem.capacity <= _FEW_KEYS)
-    if keys <= _SHORT_TILE or (few_cached and problem.sequences > 1):
+    # All as long, behind as many keys at the most: 4 x 1024 behind 1024 207.9 and 185.8, 4 x 2048 behind 2048 716.4 and
+    # 690.6; other heads were not timed.
+    alike = problem.tokens == problem.sequences * longest > longest and problem.largest_head == 128
+    mostly_new = keys <= power_of_two_at_least(longest) * (2 if alike else 1)
+    mostly_new = mostly_new or (problem.new_kv and problem.capacity <= _FEW_KEYS)
+    if keys <= _SHORT_TILE or (mostly_new and problem.sequences > 1):
+        # The longest tiles come first: 8 x 1024 213 and 195, ten of 17 to 4000 542 and 525.
         return problem.tokens // tokens * problem.num_heads_kv >= 2 * programs
-    if problem.sequences != 1 or _LONG_CONTEXT * longest < keys == problem.max_seqlen_k:
+    if problem.sequences != 1 or 4 * longest < keys == problem.max_seqlen_k:
+        # One whose bound tells of a longer context: 2048 behind 30720 1740 and 1794 (H100).
         return False
     tiles = cdiv(longest, tokens) * problem.num_heads_kv
     rounds = cdiv(tiles, programs)
-    return problem.new_kv and few_cached if rounds > _MOST_ROUNDS else tiles >= _FILLED * rounds * programs
+    if rounds > 4:
+        return problem.new_kv and mostly_new
+    # 1 x 2048, 3.9 rounds, 92.3 and 82.7; but 1 x 8192, 15.5 rounds, 898.4 and 916.2.
+    return tiles >= 0.96 * rounds * programs
 
 
 def _hopper(problem: Problem, programs: int) -> PrefillPlan:
-    block_m = _rows_of_a_tile(problem)
     few_tiles = has_few_tiles(problem, programs)
-    if has_tiles_of_64(problem, programs):
-        block_m = 64
-    if few_tiles and problem.largest_head > 128 and is_gathered(problem):
-        # 4 x 33 behind 16384, heads of 192, window 4096: 26.2 us on an H200, by 128 rows 31.2.
-        block_m = 64
+    # 4 x 33 behind 16384, heads of 192, window 4096: 26.2 us on an H200, by 128 rows 31.2.
+    few_gathered = few_tiles and problem.largest_head > 128 and is_gathered(problem)
+    of_64 = _rows_of_a_tile(problem) == 64 or has_tiles_of_64(problem, programs) or few_gathered
     if _is_mixed(problem):
         # Converters to bfloat16 take registers from the consumers.
-        return PrefillPlan(block_m, 64, 0, 4, 3, hopper=True)
+        return PrefillPlan(64 if of_64 else 128, 64, 0, 4, 3, hopper=True)
+    if is_by_two(problem, of_64, few_tiles, programs):
+        return _two_programs(problem)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
     block_n = 64 if problem.alibi and problem.largest_head <= 256 else _blocks_of_keys(problem)[-1]
-    if block_m == 64 and 128 < problem.head_dim_v <= 256:
+    return _one_consumer(problem, block_n) if of_64 else _two_consumers(problem, block_n)
+
+
+def _two_programs(problem: Problem) -> PrefillPlan:
+    """A plan for sm_90 by which two programs share an SM."""
+    # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
+    # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7; 64 and one that
+    # decode behind 8000 28.0 and 9.5, by one 33.4 and 9.3.
+    loading = LOADING_LARGE if problem.head_dim_v > 192 else 56
+    stages = 4 if problem.largest_head <= 64 else 2
+    plan = PrefillPlan(64, keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2, loading=loading)
+    return replace(plan, capping=4) if is_capped_by_warps(problem, 2) else plan
+
+
+def _one_consumer(problem: Problem, block_n: int) -> PrefillPlan:
+    """A plan for sm_90 whose one consumer takes tiles of 64 rows."""
+    if 128 < problem.head_dim_v <= 256 or is_gathered(problem):
         # One that decodes behind 8000, heads of 192: 33.5 us on an H200, by 128 keys 36.5; 16 and 64 that do 0.999.
         block_n = min(block_n, 64)
-    if is_by_two(problem, block_m == 64, few_tiles, programs):
-        # Heads of 192, 16 x 2048 behind 1000, pages of 24 and 64: 147, 145 us on an H200, by one an SM 213, 190.
-        # Of 256, behind 16384 179 us on an H200, by one 196; 4 x 33 behind 1000, capped, 12.3 and 16.7; 64 and one that
-        # decode behind 8000 28.0 and 9.5, by one 33.4 and 9.3.
-        loading = LOADING_LARGE if problem.head_dim_v > 192 else 56
-        stages = 4 if problem.largest_head <= 64 else 2
-        two = PrefillPlan(64, keys_of_two(problem), 0, 4, stages, hopper=True, per_core=2, loading=loading)
-        return replace(two, capping=4) if is_capped_by_warps(problem, 2) else two
-    narrow = 0 <= problem.left < SHORT_WINDOW or problem.softcap or is_gathered(problem)
-    if block_m == 128 and problem.head_dim_v > 128 and narrow:
+    plan = PrefillPlan(64, block_n, 0, 4, 2, hopper=True)
+    if is_gathered(problem):
+        # 1, 16 and 64 rows behind 8000, 1000 and 8000: 25.8, 27.9, 547.6 us on an H200, by 128 keys 31.0, 33.1, 509.3.
+        return replace(plan, num_stages=4) if shared_bytes(problem, 64, 64, 4) <= _MOST_SHARED else plan
+    if is_converted_by_heads_of_128(problem):
+        plan = replace(plan, loading=72)
+    small = problem.head_dim == problem.head_dim_v == 64 and is_plain(problem) and not problem.joined
+    # 64 that decode behind 8000 266 us on an H200, by 2 stages 277, 8 ragged ones over pages of 24 75.7 and 78.8;
+    # but 8 x 5 behind 2000 20.3 and 20.0. By 4 stages 269, 75.8 and 20.5.
+    return replace(plan, num_stages=3) if small or (problem.cache_bits == 8 and block_n == 64) else plan
+
+
+def _two_consumers(problem: Problem, block_n: int) -> PrefillPlan:
+    """A plan for sm_90 whose two consumers take 64 rows each."""
+    gathered = is_gathered(problem)
+    if problem.head_dim_v > 128 and (0 <= problem.left < SHORT_WINDOW or problem.softcap or gathered):
         # Capped, 4 x 2048 behind 1000 491 us on an H100, by 128 keys 580; gathered, registers go to what copies.
         block_n = 64
-    if block_m == 64 and is_gathered(problem):
-        # 1, 16 and 64 rows behind 8000, 1000 and 8000: 25.8, 27.9, 547.6 us on an H200, by 128 keys 31.0, 33.1, 509.3.
-        roomy = shared_bytes(problem, block_m, 64, 4) <= _MOST_SHARED
-        return PrefillPlan(block_m, min(block_n, 64), 0, 4, 4 if roomy else 2, hopper=True)
-    loading = 72 if block_m == 64 and is_converted_by_heads_of_128(problem) else 56
-    stages = 3 if problem.cache_bits == 8 and block_n == 64 else 2
-    small = problem.head_dim == problem.head_dim_v == 64 and is_plain(problem) and not problem.joined
-    if block_m == 64 and small:
-        # 64 that decode behind 8000 266 us on an H200, by 2 stages 277, 8 ragged ones over pages of 24 75.7 and 78.8;
-        # but 8 x 5 behind 2000 20.3 and 20.0. By 4 stages 269, 75.8 and 20.5.
-        stages = 3
-    holds = block_m == 128 and _holds_queries(problem)
+    holds = _holds_queries(problem)
+    stages, loading = 3 if problem.cache_bits == 8 and block_n == 64 else 2, 56
     if holds and problem.cache_bits == 16:
         stages, loading = 4, 40
-    if block_m == 128 and problem.head_dim == problem.head_dim_v in (192, 256) and not is_gathered(problem):
+    if problem.head_dim == problem.head_dim_v in (192, 256) and not gathered:
         # 4 x 512 behind 16384 take 1521 us on an H100, by 56 registers 1610; of heads of 256 1699, 1797.
         loading = 24
-    plan = PrefillPlan(block_m, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
-    return replace(plan, capping=4) if block_m == 128 and is_capped_by_warps(problem, 1) else plan
+    plan = PrefillPlan(128, block_n, 0, 4, stages, hopper=True, loading=loading, q_in_registers=int(holds))
+    return replace(plan, capping=4) if is_capped_by_warps(problem, 1) else plan
 
 
 def _holds_queries(problem: Problem) -> bool:

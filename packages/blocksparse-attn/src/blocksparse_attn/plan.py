@@ -283,26 +283,8 @@ def _most_queries(problem: Problem) -> int:
 
 
 def _hopper(problem: Problem) -> AttentionPlan:
-    # Short lists fill tiles of 128 keys badly.
-    short = _SHORT_LISTS[not needs_table(problem)]
-    narrow = _widest(problem) > 128 or problem.entries * problem.k_block < short * problem.rows
-    # Both consumers multiply both pieces of a tile, even if each is listed for one of them. 18 % of the blocks of 32768
-    # tokens at random take 3867 us with 64 keys a tile for 7909, in a pattern 3068 for 2774 (H100, triton 3.6.0,
-    # 2026-11-26).
-    apart = problem.scattered and problem.q_block < 128 and not (narrow or needs_table(problem))
-    plan = AttentionPlan(128, 64 if narrow or apart else 128, 1, 4, 5 if apart else 4 if narrow else 2, hopper=True)
-    tail = hopper_sizes(_widest(problem))[1]
-    if not (narrow or apart or needs_table(problem)) and _widest(problem) <= 64:
-        # Heads of 64, 32768 tokens on an H200 (2026-11-26): 1961 us with three stages, with slack and four 1861, and in
-        # turn 1858.
-        plan = replace(plan, num_stages=4, in_turn=True, slack=8)
-    elif _widest(problem) > 128:
-        # Heads of 192: 4184 us for 4394, with slack alone 4239; of 256 4826 for 5187, 4879.
-        plan = replace(plan, in_turn=True, slack=8)
-    elif not (narrow or apart) and min(problem.q_block, problem.k_block) > 16 and (needs_table(problem) or tail):
-        # Blocks of 48 and 96: 2957 us for 3093, 2815 for 2899, with slack too 3111 and 2887; of 16 3995 for 3841. Heads
-        # of 72, 80 and 96: 2685 for 2725, 2372 for 2400, 2549 for 2622, with slack more than without either.
-        plan = replace(plan, in_turn=True)
+    narrow = _widest(problem) > 128 or _has_short_lists(problem)
+    plan = _hopper_tiles(problem)
     while _hopper_bytes(problem, plan, 1) > _HOPPER_BYTES:
         plan = replace(plan, num_stages=plan.num_stages - 1)
     two = replace(plan, num_stages=2)
@@ -312,13 +294,51 @@ def _hopper(problem: Problem) -> AttentionPlan:
     long = problem.capacity >= _MANY_KEYS and problem.tokens >= _CHUNK and problem.sequences == 1
     if long and not (narrow or problem.num_splits) and problem.num_heads >= 32 and problem.num_heads_kv % 2 == 0:
         plan = replace(plan, heads_together=problem.num_heads // 2)
-    # Rows whose lists differ take different times: of lists at random 974 us for 1048, 366 for 402, 372 for 401. And
-    # few tiles come out uneven: 4 x 128 tokens behind 65408 in a pattern 264 for 355, over blocks of 32 166 for 263;
-    # 32768 2576 for 2583, with heads of 96 2201 for 2385 (H200, 2026-11-27). Other heads lose by tiles of 64 keys:
-    # 332 for 322 at 8192. Blocks of 16 were not timed.
-    wide = not narrow and min(problem.q_block, problem.k_block) > 16
-    timed = wide or (64 < _widest(problem) <= 128 and not (tail or needs_table(problem)))
-    return replace(plan, as_free=problem.scattered or timed)
+    return replace(plan, as_free=_takes_tiles_as_free(problem, narrow))
+
+
+def _hopper_tiles(problem: Problem) -> AttentionPlan:
+    """Keys and stages of the sm_90 kernel's tiles, before these are made to fit, and how its consumers follow each
+    other. us of prompts of 32768 tokens in a pattern, triton 3.6.0, on an H200 if not said otherwise, 2026-11-26.
+    """
+    table, size = needs_table(problem), _widest(problem)
+    wide, narrow = AttentionPlan(128, 128, 1, 4, 2, hopper=True), AttentionPlan(128, 64, 1, 4, 4, hopper=True)
+    if size > 128:
+        # Heads of 192: 4184 for 4394, with slack alone 4239; of 256 4826 for 5187, 4879.
+        return replace(narrow, in_turn=True, slack=8)
+    if _has_short_lists(problem):
+        # They fill tiles of 128 keys badly.
+        return narrow
+    if problem.scattered and problem.q_block < 128 and not table:
+        # Both consumers multiply both pieces of a tile, even if each is listed for one of them. 18 % of the blocks at
+        # random 3867 with 64 keys a tile for 7909, in a pattern 3068 for 2774 (H100).
+        return replace(narrow, num_stages=5)
+    if table or hopper_sizes(size)[1]:
+        # Blocks of 48 and 96: 2957 for 3093, 2815 for 2899, with slack too 3111 and 2887; of 16 3995 for 3841. Heads of
+        # 72, 80 and 96: 2685 for 2725, 2372 for 2400, 2549 for 2622, with slack more than without either.
+        return replace(wide, in_turn=min(problem.q_block, problem.k_block) > 16)
+    if size <= 64:
+        # Heads of 64: 1961 with three stages, with slack and four 1861, and in turn 1858.
+        return replace(wide, num_stages=4, in_turn=True, slack=8)
+    return wide
+
+
+def _has_short_lists(problem: Problem) -> bool:
+    """Whether rows list few keys, on average: see ``_SHORT_LISTS``."""
+    return problem.entries * problem.k_block < _SHORT_LISTS[not needs_table(problem)] * problem.rows
+
+
+def _takes_tiles_as_free(problem: Problem, narrow: bool) -> bool:
+    """Whether programs of the sm_90 kernel take tiles as they come free, not in a fixed order.
+
+    Rows whose lists differ take different times: of lists at random 974 us for 1048, 366 for 402, 372 for 401. And few
+    tiles come out uneven: 4 x 128 tokens behind 65408 in a pattern 264 for 355, over blocks of 32 166 for 263; 32768
+    2576 for 2583, with heads of 96 2201 for 2385 (H200, 2026-11-27). Other heads lose by tiles of 64 keys: 332 for 322
+    at 8192. Blocks of 16 were not timed.
+    """
+    if problem.scattered or (not narrow and min(problem.q_block, problem.k_block) > 16):
+        return True
+    return 64 < _widest(problem) <= 128 and not (hopper_sizes(_widest(problem))[1] or needs_table(problem))
 
 
 def _listed_share(problem: Problem) -> float:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kernel_reference.errors import fail
+from kernel_reference.integers import cdiv
+
+# More partial results of a row take a merge kernel too long.
+_MOST_SPLITS = 128
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,24 @@ class Plan:
             return cls(*ints)
         except TypeError:
             fail("plan", f"the numbers of a {cls.__name__}", list(ints))
+
+
+def quickest_splits(tiles: int, steps: int, programs: int, *, least: int) -> int:
+    """In how many splits tiles of so many steps each are taken quickest by programs that run at the same time: as many
+    as keep all of these evenly busy, and no more. No split has fewer than ``least`` steps.
+
+    Programs run in waves. Each begins and ends at the cost of two steps; merging costs three.
+
+    >>> quickest_splits(8, 1000, 132, least=4)
+    16
+    >>> quickest_splits(8, 16, 132, least=4), quickest_splits(130, 1000, 132, least=4)
+    (4, 1)
+    """
+
+    def cost(splits: int) -> int:
+        return cdiv(tiles * splits, programs) * (cdiv(steps, splits) + 2) + 3 * (splits > 1)
+
+    return min(range(1, max(1, min(_MOST_SPLITS, steps // least)) + 1), key=cost)
 
 
 def plan_as_ints(plan: Any, kind: type[Plan]) -> list[int] | None:

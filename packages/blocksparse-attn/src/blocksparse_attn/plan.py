@@ -15,10 +15,8 @@ from kernel_reference.integers import (
     power_of_two_at_most,
     power_of_two_in,
 )
-from kernel_reference.plans import Plan
+from kernel_reference.plans import Plan, quickest_splits
 
-# More partial results than this take the merge kernel too long.
-_MOST_SPLITS = 128
 # Rows up to which the query heads of a kv head are packed: more tokens list more blocks that only some of them want.
 _MOST_PACKED = 64
 # Rows of float32 up to which each is a program. Decode of 131072 keys of 16 heads of 128 on an H200 (triton 3.6.0,
@@ -403,10 +401,4 @@ def _splits(problem: Problem, plan: AttentionPlan, limits: DeviceLimits) -> int:
     keys = problem.capacity if problem.padded or problem.page_size else problem.capacity // sequences
     steps = cdiv(min(keys, problem.rows * problem.q_block), plan.block_n)
     # A split of fewer than four steps costs more than it saves.
-    most = max(1, min(_MOST_SPLITS, steps // 4))
-
-    def cost(splits: int) -> int:
-        """In steps: programs run in waves, prologue and epilogue cost two, merging costs three."""
-        return cdiv(tiles * splits, cores) * (cdiv(steps, splits) + 2) + 3 * (splits > 1)
-
-    return min(range(1, most + 1), key=cost)
+    return quickest_splits(tiles, steps, cores, least=4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
-from kernel_reference.plans import Plan
+from kernel_reference.plans import Plan, quickest_splits
 from prefix_prefill.pieces import has_few_rows, is_worth_a_merge, pieces_of_one
 from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
 from prefix_prefill.problem import DeviceLimits as DeviceLimits
@@ -51,8 +51,6 @@ _SHORT_TILE = 1280
 _LOADING_WHOLE = 40
 # Shared memory of sm_90 in bytes, without what barriers, positions and items take.
 _MOST_SHARED = 224 * 1024
-# What a merge kernel combines quickly enough.
-_MOST_SPLITS = 128
 
 
 @dataclass(frozen=True)
@@ -412,10 +410,4 @@ def _splits(problem: Problem, plan: PrefillPlan, limits: DeviceLimits) -> int:
         return 1
     keys = cdiv(min(problem.capacity, problem.max_seqlen_k), plan.block_n)
     # A split of fewer than four tiles of keys costs more than it saves.
-    most = max(1, min(_MOST_SPLITS, keys // 4))
-
-    def cost(splits: int) -> int:
-        """In tiles of keys: programs run in waves, each begins and ends at the cost of two; merging costs three."""
-        return cdiv(tiles * splits, limits.cores) * (cdiv(keys, splits) + 2) + 3 * (splits > 1)
-
-    return min(range(1, most + 1), key=cost)
+    return quickest_splits(tiles, keys, limits.cores, least=4)

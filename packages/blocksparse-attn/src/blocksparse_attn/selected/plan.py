@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 from blocksparse_attn.plan import DeviceLimits, heads_per_tile
 from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least, power_of_two_at_most
-from kernel_reference.plans import Plan
+from kernel_reference.plans import Plan, quickest_splits
 
-# More partial results than this take the merge kernel too long.
-_MOST_SPLITS = 128
 # Entries of all lists of a tile: each is compared with each, in registers.
 MOST_ENTRIES = 128
 # Tokens of a tile, which are bits of a number.
@@ -359,10 +357,4 @@ def _splits(problem: Problem, plan: SelectedPlan, limits: DeviceLimits) -> int:
     resident = 4 if limits.shared_memory > 200 * 1024 and _is_measured(problem) and plan.packed == 1 else 2
     cores = resident * limits.cores
     steps = max(1, cdiv(problem.topk * problem.block_size, plan.block_n))
-    most = max(1, min(_MOST_SPLITS, steps // 2))
-
-    def cost(splits: int) -> int:
-        """In steps: programs run in waves, prologue and epilogue cost two, merging costs three."""
-        return cdiv(tiles * splits, cores) * (cdiv(steps, splits) + 2) + 3 * (splits > 1)
-
-    return min(range(1, most + 1), key=cost)
+    return quickest_splits(tiles, steps, cores, least=2)

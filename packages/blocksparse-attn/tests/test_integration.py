@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,8 +24,8 @@ from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import PHI3_SMALL
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
-from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from kernel_reference.testing.memory import check_far_apart, much_memory
+from kernel_reference.testing.guards import assert_bitwise_equal, assert_same_bits, poison_, tensors_in
+from kernel_reference.testing.memory import check_far_apart, much_memory, peak_beyond
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -262,7 +261,7 @@ def test_public_functions_compile_where_every_size_is_a_symbol(make, function, i
         # Sizes that are the same by chance are no one size.
         symbols = torch.fx.experimental._config.patch(use_duck_shape=False)
         with symbols, torch._dynamo.config.patch(error_on_recompile=sequences != 6):
-            check_same(run(*given), expected)
+            assert_same_bits(run(*given), expected)
 
 
 def scaled(make: Maker, scale: float, softcap: float, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Any:
@@ -292,7 +291,7 @@ def test_any_float_argument_compiles_without_graph_breaks(make, dynamic) -> None
     run = compiled(make, all_of_them, dynamic=dynamic)
     given = make.ragged(3)
     for scale, softcap in ((0.2, 1.0), (0.25, 2.0), (0.0, 2.5), (0.125, 0.0)):
-        check_same(run(scale, softcap, *given), all_of_them(scale, softcap, *given))
+        assert_same_bits(run(scale, softcap, *given), all_of_them(scale, softcap, *given))
 
 
 def some_tokens(make: Maker, wanted: Tensor, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor) -> Any:
@@ -366,7 +365,7 @@ def test_data_dependent_sizes_compile_without_graph_breaks_and_once(make, functi
             tensors[3:] = [make.integers([0, count]), make.integers([0, count + 7])]
         wanted = torch.arange(rows, device=make.device) < count
         with torch._dynamo.config.patch(config | {"error_on_recompile": count != rows}):
-            check_same(run(wanted, *tensors), function(make, wanted, *tensors))
+            assert_same_bits(run(wanted, *tensors), function(make, wanted, *tensors))
 
 
 @pytest.mark.torch_compile
@@ -376,7 +375,7 @@ def test_other_lengths_in_as_many_rows_compile_once(make) -> None:
     for seed in range(3):
         tensors = make.ragged(4, seed)
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
-            check_same(compiled(*tensors), attend(make, *tensors))
+            assert_same_bits(compiled(*tensors), attend(make, *tensors))
 
 
 @pytest.mark.torch_compile
@@ -396,7 +395,7 @@ def test_a_layout_may_be_an_argument_of_what_is_compiled(make) -> None:
     for i, mask in enumerate(masks):
         made = BlockLayout.from_mask(mask, BLOCK, BLOCK)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            check_same(compiled(made, *tensors), run(made, *tensors))
+            assert_same_bits(compiled(made, *tensors), run(made, *tensors))
 
 
 @pytest.mark.torch_compile
@@ -477,10 +476,10 @@ def test_trap_no_call_reads_device_memory(make, function, inputs) -> None:
     tensors = inputs(make, 4)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         try:
-            results = leaves(function(make, *[mode.from_tensor(tensor) for tensor in tensors]))
+            results = tensors_in(function(make, *[mode.from_tensor(tensor) for tensor in tensors]))
         except DataDependentOutputException as error:
             pytest.fail(f"the call copies to the host: {error}")
-    for got, wanted in zip(results, leaves(function(make, *inputs(make, 4))), strict=True):
+    for got, wanted in zip(results, tensors_in(function(make, *inputs(make, 4))), strict=True):
         assert (got.shape, got.dtype, got.stride()) == (wanted.shape, wanted.dtype, wanted.stride())
 
 
@@ -489,16 +488,7 @@ def test_public_functions_run_under_inference_mode(make, function, inputs) -> No
     expected = function(make, *inputs(make, 4))
     with torch.inference_mode():
         for tensors in (inputs(make, 4), [tensor.clone() for tensor in inputs(make, 4)]):
-            check_same(function(make, *tensors), expected)
-
-
-def leaves(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [one for part in results for one in leaves(part)]
-
-
-def check_same(results: Any, expected: Any, what: str = "the result") -> None:
-    for one, other in zip(leaves(results), leaves(expected), strict=True):
-        assert_bitwise_equal(one, other, what=what)
+            assert_same_bits(function(make, *tensors), expected)
 
 
 @every_public_function
@@ -845,7 +835,7 @@ def test_a_call_inside_another_stream_runs_there(make) -> None:
         q.copy_(value)
         result = attend_in_parts(make, *given)
     torch.cuda.current_stream().wait_stream(stream)
-    check_same(result, wanted)
+    assert_same_bits(result, wanted)
 
 
 @gpu
@@ -858,24 +848,10 @@ def test_tensors_on_a_device_that_is_not_the_current_one_are_taken_there(make) -
     there.layout = make.layout.to("cuda:1")
     for _ in range(2):
         results = attend(there, *[tensor.to("cuda:1") for tensor in make.ragged(5)])
-        for one, other in zip(leaves(results), leaves(expected), strict=True):
+        for one, other in zip(tensors_in(results), tensors_in(expected), strict=True):
             assert one.device == torch.device("cuda:1")
             assert_bitwise_equal(one.cpu(), other.cpu())
     assert torch.cuda.current_device() == 0
-
-
-def peak_beyond(run: Callable[[], Any]) -> int:
-    """Bytes that a second call takes at its peak beyond what stood before it and what it returns."""
-    run()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    returned = sum(tensor.numel() * tensor.element_size() for tensor in leaves(results))
-    return peak - before - returned
 
 
 @gpu

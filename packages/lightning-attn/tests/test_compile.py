@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lightning_attn
-from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.guards import assert_same_bits
 from lightning_attn import Snapshots
 
 pytestmark = pytest.mark.torch_compile
@@ -118,15 +118,6 @@ def compiler(device: torch.device) -> CompileCounterWithBackend:
     return CompileCounterWithBackend("inductor" if device.type == "cuda" else "aot_eager")
 
 
-def leaves(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [one for part in results for one in leaves(part)]
-
-
-def check_same(got: Any, wanted: Any) -> None:
-    for one, other in zip(leaves(got), leaves(wanted), strict=True):
-        assert_bitwise_equal(one, other)
-
-
 @pytest.mark.parametrize("dynamic", [None, True], ids=["dynamic=None", "dynamic=True"])
 def test_every_value_of_a_scale_compiles_whole(device, dynamic) -> None:
     """Torch specialises on a float that an op takes; what is compiled for the second one must not break."""
@@ -139,7 +130,7 @@ def test_every_value_of_a_scale_compiles_whole(device, dynamic) -> None:
 
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend=counter)
     for scale in (0.5, 0.7, 1.3):
-        check_same(compiled(scale, *calls.inputs()), run(scale, *calls.inputs()))
+        assert_same_bits(compiled(scale, *calls.inputs()), run(scale, *calls.inputs()))
 
 
 @of_every_function
@@ -159,5 +150,5 @@ def test_sizes_that_only_the_device_knows_compile_whole_and_once(device, call) -
         if call in (varlen, packed):
             # No more rows than the sequences that are left have.
             calls.cu.clamp_(max=int(sequences.sum()) * TOKENS)
-        check_same(compiled(*given, *calls.inputs()), run(*given, *calls.inputs()))
+        assert_same_bits(compiled(*given, *calls.inputs()), run(*given, *calls.inputs()))
     assert counter.frame_count == 1

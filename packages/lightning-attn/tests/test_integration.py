@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import threading
 import warnings
@@ -20,8 +19,8 @@ from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
-from kernel_reference.testing.guards import assert_bitwise_equal
-from kernel_reference.testing.memory import much_memory
+from kernel_reference.testing.guards import assert_bitwise_equal, assert_same_bits, tensors_in
+from kernel_reference.testing.memory import much_memory, peak_beyond
 from lightning_attn import Snapshots, launch, ops
 from lightning_attn.packed.plan import StatePlan
 from lightning_attn.plan import DecodePlan, DeviceLimits, PrefillPlan, plan_prefill
@@ -339,7 +338,7 @@ def test_results_of_fakes_have_the_shapes_strides_and_dtypes_of_those_of_the_ops
     ):
         real = op(*tensors, *rest)
         fake = op(*[x if x is None else x.to("meta") for x in tensors], *rest)
-        for one, other in zip(leaves(fake), leaves(real), strict=True):
+        for one, other in zip(tensors_in(fake), tensors_in(real), strict=True):
             assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
@@ -438,16 +437,7 @@ def test_public_functions_run_under_inference_mode(make, function, inputs) -> No
     expected = function(*inputs(make, 4))
     with torch.inference_mode():
         for tensors in (inputs(make, 4), [tensor.clone() for tensor in inputs(make, 4)]):
-            check_same(function(*tensors), expected)
-
-
-def leaves(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [one for part in results for one in leaves(part)]
-
-
-def check_same(results: Any, expected: Any, what: str = "the result") -> None:
-    for one, other in zip(leaves(results), leaves(expected), strict=True):
-        assert_bitwise_equal(one, other, what=what)
+            assert_same_bits(function(*tensors), expected)
 
 
 @every_public_function
@@ -894,7 +884,7 @@ def test_a_call_inside_another_stream_runs_there(make) -> None:
             x.copy_(value)
         result = attend(q, k, v, ed, history)
     torch.cuda.current_stream().wait_stream(stream)
-    check_same(result, wanted)
+    assert_same_bits(result, wanted)
 
 
 @gpu
@@ -906,24 +896,10 @@ def test_tensors_on_a_device_that_is_not_the_current_one_are_taken_there(make, f
     expected = function(*inputs(make, 5))
     for _ in range(2):
         results = function(*[tensor.to("cuda:1") for tensor in inputs(make, 5)])
-        for one, other in zip(leaves(results), leaves(expected), strict=True):
+        for one, other in zip(tensors_in(results), tensors_in(expected), strict=True):
             assert one.device == torch.device("cuda:1")
             assert_bitwise_equal(one.cpu(), other.cpu())
     assert torch.cuda.current_device() == 0
-
-
-def peak_beyond(run: Callable[[], Any]) -> int:
-    """Bytes that a second call takes at its peak beyond what stood before it and what it returns."""
-    run()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    returned = sum(tensor.numel() * tensor.element_size() for tensor in leaves(results))
-    return peak - before - returned
 
 
 @gpu

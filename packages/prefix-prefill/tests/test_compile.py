@@ -14,7 +14,7 @@ from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import prefix_prefill
 from kernel_reference.checks import validate_values
-from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.guards import assert_same_bits
 
 Tensor = torch.Tensor
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -31,15 +31,6 @@ def fresh_compiler() -> Iterator[None]:
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
     return torch.compile(function, fullgraph=True, backend=backend, **options)
-
-
-def leaves(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)
-
-
-def check_same(actual: Any, expected: Any, what: str) -> None:
-    for one, other in zip(leaves(actual), leaves(expected), strict=True):
-        assert_bitwise_equal(one, other, what=what)
 
 
 def batch(device: torch.device, rows: int = 11, sequences: int = 3, cache_dtype: torch.dtype = BF16) -> list[Tensor]:
@@ -115,7 +106,7 @@ def test_a_compiled_call_takes_other_values_of_each_number(
     for turn, value in enumerate(values):
         with torch._dynamo.config.patch(error_on_recompile=turn > 1 and not isinstance(value, float)):
             actual = call(value)
-        check_same(actual, function(*tensors, **{**scales, name: value}), f"{name} of {value}")
+        assert_same_bits(actual, function(*tensors, **{**scales, name: value}), f"{name} of {value}")
 
 
 @pytest.mark.torch_compile
@@ -128,7 +119,7 @@ def test_a_call_compiles_once_for_all_sizes_where_they_are_dynamic(device, funct
         tensors = packed(tensors) if function is attend_as_engines_do else tensors
         with torch._dynamo.config.patch(error_on_recompile=turn > 0):
             actual = call(*tensors)
-        check_same(actual, function(*tensors), f"{rows} rows of {sequences} sequences")
+        assert_same_bits(actual, function(*tensors), f"{rows} rows of {sequences} sequences")
 
 
 @pytest.mark.torch_compile
@@ -155,7 +146,7 @@ def test_a_call_compiles_where_only_the_device_knows_how_many_tokens_there_are(d
         for count in (9, 11, 14):
             keep = torch.arange(14, device=device) < count
             with torch._dynamo.config.patch(error_on_recompile=count > 9):
-                check_same(call(keep, *tensors), step(keep, *tensors), f"{count} rows")
+                assert_same_bits(call(keep, *tensors), step(keep, *tensors), f"{count} rows")
 
 
 @pytest.mark.torch_compile
@@ -175,7 +166,7 @@ def test_a_call_compiles_where_only_the_device_knows_the_most_tokens_and_the_seq
         call = compiled(step)
         for sequences in (3, 1, 2):
             count = torch.tensor(sequences, device=device)
-            check_same(call(count, *tensors), step(count, *tensors), f"{sequences} sequences")
+            assert_same_bits(call(count, *tensors), step(count, *tensors), f"{sequences} sequences")
 
 
 @pytest.mark.torch_compile

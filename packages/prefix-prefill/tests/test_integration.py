@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,8 +17,8 @@ from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.models import LLAMA3_70B
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
-from kernel_reference.testing.guards import assert_bitwise_equal, poison_
-from kernel_reference.testing.memory import check_far_apart, much_memory
+from kernel_reference.testing.guards import assert_bitwise_equal, assert_same_bits, poison_, tensors_in
+from kernel_reference.testing.memory import check_far_apart, much_memory, peak_beyond
 from prefix_prefill import CascadeLevel, PrefillPlan, launch, ops
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
 from prefix_prefill.plan import DeviceLimits, Problem, plan_prefill
@@ -265,7 +264,7 @@ def test_other_lengths_in_as_many_rows_and_other_numbers_of_rows_or_sequences_co
     for seed in range(3):
         tensors = make.batch(4, seed)
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
-            check_same(compiled(*tensors), attend(*tensors))
+            assert_same_bits(compiled(*tensors), attend(*tensors))
 
 
 @pytest.mark.torch_compile
@@ -345,16 +344,7 @@ def test_public_functions_run_under_inference_mode(make, function, inputs) -> No
     expected = function(*inputs(make, 4))
     with torch.inference_mode():
         for tensors in (inputs(make, 4), [tensor.clone() for tensor in inputs(make, 4)]):
-            check_same(function(*tensors), expected)
-
-
-def leaves(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [one for part in results for one in leaves(part)]
-
-
-def check_same(results: Any, expected: Any, what: str = "the result") -> None:
-    for one, other in zip(leaves(results), leaves(expected), strict=True):
-        assert_bitwise_equal(one, other, what=what)
+            assert_same_bits(function(*tensors), expected)
 
 
 @every_public_function
@@ -754,7 +744,7 @@ def test_a_call_inside_another_stream_runs_there(make) -> None:
         q.copy_(value)
         result = attend_split(*given)
     torch.cuda.current_stream().wait_stream(stream)
-    check_same(result, wanted)
+    assert_same_bits(result, wanted)
 
 
 @gpu
@@ -766,24 +756,10 @@ def test_tensors_on_a_device_that_is_not_the_current_one_are_taken_there(make, f
     expected = function(*inputs(make, 5))
     for _ in range(2):
         results = function(*[tensor.to("cuda:1") for tensor in inputs(make, 5)])
-        for one, other in zip(leaves(results), leaves(expected), strict=True):
+        for one, other in zip(tensors_in(results), tensors_in(expected), strict=True):
             assert one.device == torch.device("cuda:1")
             assert_bitwise_equal(one.cpu(), other.cpu())
     assert torch.cuda.current_device() == 0
-
-
-def peak_beyond(run: Callable[[], Any]) -> int:
-    """Bytes that a second call takes at its peak beyond what stood before it and what it returns."""
-    run()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    returned = sum(tensor.numel() * tensor.element_size() for tensor in leaves(results))
-    return peak - before - returned
 
 
 @gpu

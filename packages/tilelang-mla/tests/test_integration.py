@@ -16,7 +16,7 @@ from kernel_reference.checks import validate_values
 from kernel_reference.dispatch import PreparedLaunches
 from kernel_reference.testing import contract
 from kernel_reference.testing.forks import run_alone
-from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.guards import assert_bitwise_equal, assert_same_bits, poison_, tensors_in
 from kernel_reference.testing.memory import check_far_apart
 from tilelang_mla import (
     DecodePlan,
@@ -279,7 +279,7 @@ def test_other_lengths_in_as_many_rows_compile_once(make, function, inputs) -> N
     compiled = torch.compile(function, fullgraph=True, backend=backend_of(make.device), dynamic=False)
     for seed in range(3):
         with torch._dynamo.config.patch(error_on_recompile=seed > 0):
-            check_same(compiled(*inputs(make, 4, seed)), function(*inputs(make, 4, seed)))
+            assert_same_bits(compiled(*inputs(make, 4, seed)), function(*inputs(make, 4, seed)))
 
 
 @pytest.mark.torch_compile
@@ -302,7 +302,7 @@ def test_trap_pages_tables_and_tokens_of_other_numbers_compile_nothing_anew(make
             for dim in own:
                 torch._dynamo.mark_dynamic(tensor, dim)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            check_same(compiled(*look), function(*look))
+            assert_same_bits(compiled(*look), function(*look))
 
 
 @pytest.mark.torch_compile
@@ -320,8 +320,8 @@ def test_a_plan_may_be_an_argument_and_a_result_of_what_is_compiled(make) -> Non
             plan = planned(tensors[2])
             assert type(plan) is DecodePlan
             assert plan.tiles == plan_of(tensors[2]).tiles
-            check_same([*plan[1:]], [*plan_of(tensors[2])[1:]])
-            check_same(compiled(plan, *tensors), run(plan, *tensors))
+            assert_same_bits([*plan[1:]], [*plan_of(tensors[2])[1:]])
+            assert_same_bits(compiled(plan, *tensors), run(plan, *tensors))
 
 
 def tracer_of(device: torch.device) -> str:
@@ -375,7 +375,7 @@ def test_a_scale_of_another_value_compiles_and_has_the_bits_of_a_plain_call(make
     run = compiled(function, make.device, dynamic=dynamic, backend=tracer_of(make.device))
     # The second value is what makes a number a symbol; torch compiles anew for each, as for any op that takes a float.
     for scale in (0.1, 0.25, -0.3):
-        check_same(whole(run, scale, *inputs(make, 3)), function(scale, *inputs(make, 3)))
+        assert_same_bits(whole(run, scale, *inputs(make, 3)), function(scale, *inputs(make, 3)))
 
 
 @pytest.mark.torch_compile
@@ -385,7 +385,7 @@ def test_public_functions_compile_with_every_size_a_symbol(make, function, input
     # Of no size that another dimension has: torch takes equal sizes for one symbol.
     for sequences in (6, 9):
         with torch._dynamo.config.patch(error_on_recompile=sequences > 6):
-            check_same(whole(run, *inputs(make, sequences)), function(*inputs(make, sequences)))
+            assert_same_bits(whole(run, *inputs(make, sequences)), function(*inputs(make, sequences)))
 
 
 def prefill_of_some(rows: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Any:
@@ -432,7 +432,7 @@ def test_sizes_that_only_the_device_knows_compile_whole(make, function, inputs) 
         for few in (2, 3):
             rows = torch.arange(len(tensors[0]), device=make.device) % 4 < few
             with torch._dynamo.config.patch(error_on_recompile=few > 2):
-                check_same(whole(run, rows, *tensors), function(rows, *tensors))
+                assert_same_bits(whole(run, rows, *tensors), function(rows, *tensors))
 
 
 @pytest.mark.torch_compile
@@ -538,10 +538,10 @@ def test_trap_no_call_looks_at_what_is_in_device_memory(make, function, inputs) 
     tensors = inputs(make, 4)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         try:
-            results = leaves(function(*[mode.from_tensor(tensor) for tensor in tensors]))
+            results = tensors_in(function(*[mode.from_tensor(tensor) for tensor in tensors]))
         except DataDependentOutputException as error:
             raise AssertionError(f"the host asks the device: {error}") from error
-    for got, wanted in zip(results, leaves(function(*inputs(make, 4))), strict=True):
+    for got, wanted in zip(results, tensors_in(function(*inputs(make, 4))), strict=True):
         assert (got.shape, got.dtype, got.stride()) == (wanted.shape, wanted.dtype, wanted.stride())
 
 
@@ -550,16 +550,7 @@ def test_public_functions_run_under_inference_mode(make, function, inputs) -> No
     expected = function(*inputs(make, 4))
     with torch.inference_mode():
         for tensors in (inputs(make, 4), [tensor.clone() for tensor in inputs(make, 4)]):
-            check_same(function(*tensors), expected)
-
-
-def leaves(results: Any) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [one for part in results for one in leaves(part)]
-
-
-def check_same(results: Any, expected: Any, what: str = "the result") -> None:
-    for one, other in zip(leaves(results), leaves(expected), strict=True):
-        assert_bitwise_equal(one, other, what=what)
+            assert_same_bits(function(*tensors), expected)
 
 
 @every_public_function
@@ -789,7 +780,7 @@ def test_a_call_inside_another_stream_runs_there(make) -> None:
         q.copy_(value)
         result = decode_in_parts(*given)
     torch.cuda.current_stream().wait_stream(stream)
-    check_same(result, wanted)
+    assert_same_bits(result, wanted)
 
 
 @gpu
@@ -799,7 +790,7 @@ def test_tensors_on_a_device_that_is_not_the_current_one_are_taken_there(make) -
     for function, inputs in ((decode_in_parts, make.decoding), (prefill, make.ragged)):
         expected = function(*inputs(5))
         results = function(*[tensor.to("cuda:1") for tensor in inputs(5)])
-        for one, other in zip(leaves(results), leaves(expected), strict=True):
+        for one, other in zip(tensors_in(results), tensors_in(expected), strict=True):
             assert one.device == torch.device("cuda:1")
             assert_bitwise_equal(one.cpu(), other.cpu())
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from kernel_reference.checks import as_int, check_tensors, describe, fail
-from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.guards import assert_same_bits, poison_, tensors_in
 
 Inputs = Sequence[Any]
 
@@ -60,7 +59,7 @@ def check_compiles(
     if not differing:
         fail("inputs_large", "of another size than inputs_small", "the same sizes")
     if backend is None:
-        backend = "inductor" if any(t.is_cuda for t in _tensors(inputs_small)) else "aot_eager"
+        backend = "inductor" if any(t.is_cuda for t in tensors_in(inputs_small)) else "aot_eager"
     torch.compiler.reset()
     compiled = torch.compile(fn, fullgraph=True, backend=backend)
     try:
@@ -76,8 +75,8 @@ def check_compiles(
                 raise AssertionError(f"the second size is compiled again, {_described(inputs)}: {error}") from error
             except Exception as error:
                 raise AssertionError(f"{what} does not compile, {_described(inputs)}: {error}") from error
-            _compare(actual, expected, f"compiled, {what}:")
-            _compare(actual_inputs, expected_inputs, f"compiled, {what}, after the call: input")
+            assert_same_bits(actual, expected, f"compiled, {what}:")
+            assert_same_bits(actual_inputs, expected_inputs, f"compiled, {what}, after the call: input")
     finally:
         torch.compiler.reset()
 
@@ -103,19 +102,19 @@ def check_cuda_graph(fn: Callable[..., Any], make_inputs: Callable[[int], Inputs
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = fn(*static)
-    given = {tensor.untyped_storage().data_ptr() for tensor in _tensors(static)}
+    given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(static)}
     for seed in range(1, replays + 1):
         fresh = make_inputs(seed)
-        for captured_input, tensor in zip(_tensors(static), _tensors(fresh), strict=True):
+        for captured_input, tensor in zip(tensors_in(static), tensors_in(fresh), strict=True):
             captured_input.copy_(tensor)
-        for result in _tensors(captured):
+        for result in tensors_in(captured):
             if result.untyped_storage().data_ptr() not in given:
                 poison_(result)
         graph.replay()
         torch.cuda.synchronize()
         expected = fn(*fresh)
-        _compare(captured, expected, f"replay {seed}:")
-        _compare(static, fresh, f"replay {seed}, after it: input")
+        assert_same_bits(captured, expected, f"replay {seed}:")
+        assert_same_bits(static, fresh, f"replay {seed}, after it: input")
 
 
 def check_compiled_graphs(fn: Callable[..., Any], *calls: Inputs, static: Iterable[int] = ()) -> None:
@@ -143,8 +142,8 @@ def check_compiled_graphs(fn: Callable[..., Any], *calls: Inputs, static: Iterab
             actual = compiled(*given)
             # Behind it, so that what a first call makes ready is made ready in the warm-up.
             expected = fn(*wanted)
-            _compare(actual, expected, f"turn {turn}:")
-            _compare(given, wanted, f"turn {turn}, after it: input")
+            assert_same_bits(actual, expected, f"turn {turn}:")
+            assert_same_bits(given, wanted, f"turn {turn}, after it: input")
     manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     if manager is None or not any(manager.get_roots()):
         raise AssertionError(
@@ -159,7 +158,7 @@ def check_deterministic(fn: Callable[[], Any], *, runs: int = 5) -> None:
         fail("runs", ">= 2", runs)
     expected = _copied(fn())
     for run in range(1, runs):
-        _compare(fn(), expected, f"call {run}:")
+        assert_same_bits(fn(), expected, f"call {run}:")
 
 
 def check_batch_invariant(fn: Callable[[slice], Any], size: int, parts: Iterable[slice] | None = None) -> None:
@@ -179,8 +178,8 @@ def check_batch_invariant(fn: Callable[[slice], Any], size: int, parts: Iterable
     whole = _copied(fn(slice(0, size)))
     for part in chosen or (slice(0, 1), slice(size - 1, size), slice(0, size // 2), slice(1, size)):
         alone = fn(part)
-        _compare(
-            alone, [tensor[part] for tensor in _tensors(whole)], f"rows {part.start}:{part.stop} of {size}, alone:"
+        assert_same_bits(
+            alone, [tensor[part] for tensor in tensors_in(whole)], f"rows {part.start}:{part.stop} of {size}, alone:"
         )
 
 
@@ -246,8 +245,8 @@ def check_int64_offsets(
         surroundings = _Surroundings(far, dim)
         results = fn(*stretched)
         surroundings.check(what)
-        _compare(results, expected, what)
-        _compare(stretched, expected_inputs, f"{what} after the call: input")
+        assert_same_bits(results, expected, what)
+        assert_same_bits(stretched, expected_inputs, f"{what} after the call: input")
         # Before the next one is made: there may not be memory for two.
         del far, surroundings, results, stretched
 
@@ -353,20 +352,8 @@ def _in_32_bits(offsets: torch.Tensor) -> torch.Tensor:
     return (offsets + 2**31) % 2**32 - 2**31
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def _copied(tree: Any) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in _tensors(tree)]
-
-
-def _compare(actual: Any, expected: Any, what: str) -> None:
-    seen, wanted = _tensors(actual), _tensors(expected)
-    if len(seen) != len(wanted):
-        raise AssertionError(f"{what} {len(seen)} tensors, should be {len(wanted)}")
-    for position, (one, other) in enumerate(zip(seen, wanted, strict=True)):
-        assert_bitwise_equal(one, other, what=f"{what} tensor {position}")
+    return [tensor.detach().clone() for tensor in tensors_in(tree)]
 
 
 def _twins(inputs: Inputs) -> list[Any]:

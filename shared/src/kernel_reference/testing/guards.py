@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from kernel_reference.checks import as_int, check_dtype, check_tensors, describe, fail
 
@@ -182,6 +183,20 @@ def assert_bitwise_equal(actual: torch.Tensor, expected: torch.Tensor, *, what: 
     difference = first_difference(actual, expected)
     if difference is not None:
         raise AssertionError(f"{what} is not bit for bit what it should be: {difference}")
+
+
+def tensors_in(results: Any) -> list[torch.Tensor]:
+    """The tensors of what a function returned or took, in any nesting."""
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_same_bits(actual: Any, expected: Any, what: str = "the result:") -> None:
+    """:func:`assert_bitwise_equal` of all tensors in results, as many of them in the one as in the other."""
+    seen, wanted = tensors_in(actual), tensors_in(expected)
+    if len(seen) != len(wanted):
+        raise AssertionError(f"{what} {len(seen)} tensors, should be {len(wanted)}")
+    for position, (one, other) in enumerate(zip(seen, wanted, strict=True)):
+        assert_bitwise_equal(one, other, what=f"{what} tensor {position}")
 
 
 def first_difference(actual: torch.Tensor, expected: torch.Tensor) -> str | None:

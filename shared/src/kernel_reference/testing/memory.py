@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kernel_reference.testing import contract
+from kernel_reference.testing.guards import tensors_in
 
 # What a process may keep between two tests: of 16 processes, a fifth of an 80 GB GPU.
 KEPT_BYTES = 2**30
@@ -39,6 +40,19 @@ def bytes_alive() -> int:
     # Sparse ones, such as tests of arguments hold, have no storage of their own.
     storages = [one.untyped_storage() for one in plain if one.layout is torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def peak_beyond(run: Callable[[], Any]) -> int:
+    """Bytes of a GPU that a second call takes at its peak beyond what stood before it and what it returns."""
+    run()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = run()
+    torch.cuda.synchronize()
+    returned = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(results))
+    return torch.cuda.max_memory_allocated() - before - returned
 
 
 def lock_file() -> Path:

@@ -101,7 +101,7 @@ def fused_qkvzba_split_reshape_cat(
         op = _derived(derivatives.split, _split) if may_be_derived else _split_inference
         return SplitResult(*op(mixed_qkvz, mixed_ba, *sizes))
     except REFUSALS:
-        _check_kinds(sizes, mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
+        check_kinds(sizes, mixed_qkvz=mixed_qkvz, mixed_ba=mixed_ba)
         raise
 
 
@@ -136,7 +136,7 @@ def merge_qkvzba(
     """
     sizes = (num_heads_qk, num_heads_v, head_qk, head_v, layout, plan_as_ints(plan, SplitPlan))
     parts = (mixed_qkv, z, b, a)
-    _check_kinds(sizes, mixed_qkv=mixed_qkv, z=z, b=b, a=a)
+    check_kinds(sizes, mixed_qkv=mixed_qkv, z=z, b=b, a=a)
     if out is None:
         op = _derived(derivatives.merge, _merge) if derivatives.may_be_asked(*parts) else _merge_inference
         return MergeResult(*op(*parts, *sizes))
@@ -277,7 +277,7 @@ def split_conv1d_update(
         named = dict(zip(_CONV_TENSORS, tensors, strict=True))
         if conv_bias is None:
             del named["conv_bias"]
-        _check_kinds(sizes, **named)
+        check_kinds(sizes, **named)
         check_positive(tokens_per_sequence=tokens_per_sequence)
         check_projections(mixed_qkvz, mixed_ba, check_sizes(*sizes[:5]))
         raise
@@ -308,7 +308,7 @@ def _refuse_gradients(tensors: Sequence[torch.Tensor | None]) -> None:
             fail(name, "without gradient (call under torch.no_grad() or inference_mode())", "requires_grad=True")
 
 
-def _check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
+def check_kinds(sizes: tuple[object, ...], **tensors: object) -> None:
     """What torch would refuse before our own checks run, in its own words.
 
     Where host time counts, this is called only after torch has refused.

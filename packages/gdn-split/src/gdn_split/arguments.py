@@ -17,6 +17,7 @@ from gdn_split.tensors import Convolve, Merge, Split
 from kernel_reference.checks import (
     MemoryOverlap,
     check_dtype,
+    check_elements_apart,
     check_same_device,
     describe,
     fail,
@@ -28,7 +29,7 @@ Tensor = torch.Tensor
 
 # Copies move bits, so that any dtype of these sizes will do.
 _ITEM_SIZES = (1, 2, 4, 8)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Those that a kernel copies as they are. Others Triton cannot name, or would change (a bool is normalised to 0 and 1).
 _COPIED_AS_THEY_ARE = frozenset(
     [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -220,19 +221,18 @@ def check_convolution(
     if conv_bias is not None:
         floats["conv_bias"] = conv_bias
     for name, tensor in floats.items():
-        check_dtype(name, tensor, *_FLOATS)
+        check_dtype(name, tensor, *FLOATS)
     for name, tensor in (*floats.items(), ("slots", slots)):
         check_same_device(name, tensor, "mixed_qkvz", mixed_qkvz)
     channels = shape.qkv_width
     if conv_weight.ndim != 2 or conv_weight.shape[0] != channels or not 2 <= conv_weight.shape[1] <= 4:
-        fits = _what_fits("conv_weight", conv_weight, *[(channels, width) for width in (2, 3, 4)])
+        fits = what_fits("conv_weight", conv_weight, *[(channels, width) for width in (2, 3, 4)])
         fail("conv_weight", f"[{channels}, width] with width 2, 3 or 4", describe(conv_weight) + fits)
     taps = conv_weight.shape[1] - 1
     if conv_state.ndim != 3 or conv_state.shape[1:] != (channels, taps):
-        fits = _what_fits("conv_state", conv_state, (None, channels, taps))
+        fits = what_fits("conv_state", conv_state, (None, channels, taps))
         fail("conv_state", f"[num_slots, {channels}, {taps}]", describe(conv_state) + fits)
-    if _elements_share_memory(conv_state):
-        fail("conv_state", "a tensor whose elements do not share memory", describe(conv_state))
+    check_elements_apart("conv_state", conv_state)
     if conv_bias is not None and (conv_bias.shape != (channels,) or (channels > 1 and conv_bias.stride(0) != 1)):
         fail("conv_bias", f"[{channels}], contiguous, or None", describe(conv_bias))
     check_dtype("slots", slots, torch.int32, torch.int64)
@@ -258,7 +258,7 @@ def check_slot_values(slots: Tensor, num_slots: int) -> None:
 def _check_rows(name: str, tensor: Tensor, tail: tuple[int, ...]) -> None:
     """A tensor [N, *tail] whose rows are packed."""
     if tensor.ndim != 1 + len(tail) or tensor.shape[1:] != tail:
-        fits = _what_fits(name, tensor, (None, *tail))
+        fits = what_fits(name, tensor, (None, *tail))
         fail(name, f"[N, {', '.join(map(str, tail))}]", describe(tensor) + fits)
     if tensor.element_size() not in _ITEM_SIZES:
         fail(f"{name}.dtype", "a dtype of 1, 2, 4 or 8 bytes", tensor.dtype, TypeError)
@@ -276,20 +276,7 @@ def _check_companion(name: str, tensor: Tensor, other_name: str, other: Tensor) 
     check_same_device(name, tensor, other_name, other)
 
 
-def _elements_share_memory(tensor: Tensor) -> bool:
-    """Whether two elements may overlap: a stride is shorter than what the dimensions inside it span."""
-    dims = [(stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if known(size > 1)]
-    if not all(type(number) is int for dim in dims for number in dim):
-        return False
-    span = 1
-    for stride, size in sorted(dims):
-        if stride < span:
-            return True
-        span += stride * (size - 1)
-    return False
-
-
-def _what_fits(name: str, tensor: Tensor, *wanted: tuple[int | None, ...]) -> str:
+def what_fits(name: str, tensor: Tensor, *wanted: tuple[int | None, ...]) -> str:
     """The end of an error message: the view of a tensor that has a wanted shape, in which None stands for any size."""
     views: dict[str, Callable[[], Tensor]] = {
         ".T": lambda: tensor.transpose(*range(tensor.ndim)),

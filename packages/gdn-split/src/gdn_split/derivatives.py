@@ -32,7 +32,11 @@ def is_transformed() -> bool:
 
 
 def is_forward_or_transformed() -> bool:
-    """The same, or a level of torch.autograd.forward_ad."""
+    """The same, or a level of torch.autograd.forward_ad.
+
+    Not kernel_reference's ``are_active``, which torch.compile does not trace: here it guards on the level, so that code
+    compiled before refuses a tangent.
+    """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

@@ -34,30 +34,30 @@ from kernel_reference.dispatch import PreparedLaunches, allocator, implement, la
 
 Tensor = torch.Tensor
 
-_SIZES = "int num_heads_qk, int num_heads_v, int head_qk, int head_v, str layout, int[]? plan=None"
+SIZES = "int num_heads_qk, int num_heads_v, int head_qk, int head_v, str layout, int[]? plan=None"
 _PARTS = "Tensor(a!) mixed_qkv, Tensor(b!) z, Tensor(c!) b, Tensor(d!) a"
 
 _STEP = "Tensor conv_weight, Tensor? conv_bias, Tensor{} state_pool, Tensor slots, Tensor A_log, Tensor dt_bias"
 _STEP_NUMBERS = (
-    f"int tokens_per_sequence, bool silu, bool qk_norm, str state_layout, float scale, float norm_eps, {_SIZES}"
+    f"int tokens_per_sequence, bool silu, bool qk_norm, str state_layout, float scale, float norm_eps, {SIZES}"
 )
 
-_library = torch.library.Library("gdn_split", "DEF")
+library = torch.library.Library("gdn_split", "DEF")
 for _name, _arguments, _results in (
-    ("split", f"Tensor mixed_qkvz, Tensor mixed_ba, {_SIZES}", "(Tensor, Tensor, Tensor, Tensor)"),
-    ("split_inference", f"Tensor mixed_qkvz, Tensor mixed_ba, {_SIZES}", "(Tensor, Tensor, Tensor, Tensor)"),
-    ("merge", f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, {_SIZES}", "(Tensor, Tensor)"),
-    ("merge_inference", f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, {_SIZES}", "(Tensor, Tensor)"),
-    ("split_into", f"Tensor mixed_qkvz, Tensor mixed_ba, {_PARTS}, {_SIZES}", "()"),
+    ("split", f"Tensor mixed_qkvz, Tensor mixed_ba, {SIZES}", "(Tensor, Tensor, Tensor, Tensor)"),
+    ("split_inference", f"Tensor mixed_qkvz, Tensor mixed_ba, {SIZES}", "(Tensor, Tensor, Tensor, Tensor)"),
+    ("merge", f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, {SIZES}", "(Tensor, Tensor)"),
+    ("merge_inference", f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, {SIZES}", "(Tensor, Tensor)"),
+    ("split_into", f"Tensor mixed_qkvz, Tensor mixed_ba, {_PARTS}, {SIZES}", "()"),
     (
         "merge_into",
-        f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, Tensor(a!) mixed_qkvz, Tensor(b!) mixed_ba, {_SIZES}",
+        f"Tensor mixed_qkv, Tensor z, Tensor b, Tensor a, Tensor(a!) mixed_qkvz, Tensor(b!) mixed_ba, {SIZES}",
         "()",
     ),
     (
         "split_conv1d_update",
         "Tensor mixed_qkvz, Tensor mixed_ba, Tensor(e!) conv_state, Tensor conv_weight, Tensor? conv_bias,"
-        f" Tensor slots, {_PARTS}, int tokens_per_sequence, bool silu, {_SIZES}",
+        f" Tensor slots, {_PARTS}, int tokens_per_sequence, bool silu, {SIZES}",
         "()",
     ),
     (
@@ -79,7 +79,7 @@ for _name, _arguments, _results in (
         "()",
     ),
 ):
-    _library.define(f"{_name}({_arguments}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(f"{_name}({_arguments}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
 
 launches = PreparedLaunches()
 
@@ -236,14 +236,14 @@ for _name, _reference, _kernel, _fake in (
         _fake_split_conv1d_update,
     ),
 ):
-    implement(_library, _name, reference=_reference, kernel=_kernel, fake=_fake)
+    implement(library, _name, reference=_reference, kernel=_kernel, fake=_fake)
 
 for _name in _STEPS:
     implement(
-        _library, _name, reference=getattr(step_reference, _name), kernel=partial(_kernel_step, _name),
+        library, _name, reference=getattr(step_reference, _name), kernel=partial(_kernel_step, _name),
         fake=partial(_fake_step, _name),
     )  # fmt: skip
 
 
-_library.impl("split", derivatives.split, "Autograd")
-_library.impl("merge", derivatives.merge, "Autograd")
+library.impl("split", derivatives.split, "Autograd")
+library.impl("merge", derivatives.merge, "Autograd")

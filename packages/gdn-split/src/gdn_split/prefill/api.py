@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from gdn_split.api import Layout, _check_kinds
+from gdn_split.api import Layout, check_kinds
 from gdn_split.prefill import (
     ops,  # noqa: F401  defines the ops that are taken below
 )
@@ -113,7 +113,7 @@ def gdn_prefill_inputs(
             fail("has_initial_state", "a bool or a bool tensor [S]", describe(has_initial_state), TypeError)
         required = {name: named.pop(name) for name in _TENSORS if name not in _MAY_BE_NONE}
         check_dense(**required, **given(**named))
-        _check_kinds(sizes)
+        check_kinds(sizes)
         raise
     return made
 

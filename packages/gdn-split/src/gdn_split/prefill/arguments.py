@@ -7,15 +7,22 @@ from typing import Any
 import torch
 
 from gdn_split.arguments import (
-    _FLOATS,
-    _elements_share_memory,
+    FLOATS,
     check_projections,
     check_sizes,
     check_slot_values,
 )
 from gdn_split.prefill.plan import PrefillPlan, PrefillProblem
 from gdn_split.tensors import Prefill, PrefillGradients
-from kernel_reference.checks import MemoryOverlap, check_dtype, check_same_device, describe, fail, known
+from kernel_reference.checks import (
+    MemoryOverlap,
+    check_dtype,
+    check_elements_apart,
+    check_same_device,
+    describe,
+    fail,
+    known,
+)
 from kernel_reference.integers import is_power_of_two
 from kernel_reference.ragged import check_cu_seqlens, read_integers
 
@@ -37,7 +44,7 @@ def check_prefill(t: Prefill, silu: bool, qk_norm: bool, initial: bool, chunk: i
         elif name == "has_initial_state":
             check_dtype(name, tensor, torch.bool)
         else:
-            check_dtype(name, tensor, *_FLOATS)
+            check_dtype(name, tensor, *FLOATS)
     if t.conv_weight.ndim != 2 or t.conv_weight.shape[0] != channels or not 2 <= t.conv_weight.shape[1] <= 4:
         fail("conv_weight", f"[{channels}, width] with width 2, 3 or 4", describe(t.conv_weight))
     _check_vector("cu_seqlens", t.cu_seqlens, None)
@@ -53,8 +60,7 @@ def check_prefill(t: Prefill, silu: bool, qk_norm: bool, initial: bool, chunk: i
     if t.conv_state is not None and t.slots is not None:
         if t.conv_state.ndim != 3 or t.conv_state.shape[1:] != (channels, taps):
             fail("conv_state", f"[num_slots, {channels}, {taps}]", describe(t.conv_state))
-        if _elements_share_memory(t.conv_state):
-            fail("conv_state", "a tensor whose elements do not share memory", describe(t.conv_state))
+        check_elements_apart("conv_state", t.conv_state)
         _check_vector("slots", t.slots, sequences)
     if t.has_initial_state is not None:
         if t.conv_state is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gdn_split.ops import _SIZES, _library, launches
+from gdn_split.ops import SIZES, launches, library
 from gdn_split.prefill import arguments, reference
 from gdn_split.prefill.plan import PrefillPlan
 from gdn_split.prefill.reference import gradients_and_inputs, new_gradients, new_inputs
@@ -27,17 +27,17 @@ Tensor = torch.Tensor
 _GIVEN = (
     "Tensor mixed_qkvz, Tensor mixed_ba, Tensor conv_weight, Tensor? conv_bias, Tensor cu_seqlens, {} conv_state,"
     " Tensor? slots, Tensor? has_initial_state, Tensor A_log, Tensor dt_bias,"
-    f" bool silu, bool qk_norm, bool initial, int chunk_size, {_SIZES}"
+    f" bool silu, bool qk_norm, bool initial, int chunk_size, {SIZES}"
 )
 for _name, _state, _results in (
     ("prefill_inputs", "Tensor?", "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
     ("keep_inputs", "Tensor(a!)", "()"),
 ):
-    _library.define(f"{_name}({_GIVEN.format(_state)}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
+    library.define(f"{_name}({_GIVEN.format(_state)}) -> {_results}", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(
     "prefill_backward(Tensor d_q, Tensor d_k, Tensor d_v, Tensor d_z, Tensor d_g, Tensor d_beta, Tensor mixed_qkvz,"
     " Tensor mixed_ba, Tensor conv_weight, Tensor? conv_bias, Tensor cu_seqlens, Tensor A_log, Tensor dt_bias,"
-    f" bool silu, bool qk_norm, int chunk_size, {_SIZES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" bool silu, bool qk_norm, int chunk_size, {SIZES}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -112,11 +112,11 @@ def _fake_kept(*given: Any) -> object:
 
 
 implement(
-    _library, "prefill_inputs", reference=reference.prefill_inputs, kernel=_kernel_inputs, fake=_fake_inputs
+    library, "prefill_inputs", reference=reference.prefill_inputs, kernel=_kernel_inputs, fake=_fake_inputs
 )  # fmt: skip
-implement(_library, "keep_inputs", reference=reference.keep_inputs, kernel=_kernel_kept, fake=_fake_kept)
+implement(library, "keep_inputs", reference=reference.keep_inputs, kernel=_kernel_kept, fake=_fake_kept)
 implement(
-    _library, "prefill_backward", reference=reference.prefill_backward, kernel=_kernel_backward,
+    library, "prefill_backward", reference=reference.prefill_backward, kernel=_kernel_backward,
     fake=_fake_backward,
 )  # fmt: skip
 
@@ -145,5 +145,5 @@ def _inputs_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd(
-    "gdn_split::prefill_inputs", _inputs_backward, setup_context=_remember_inputs, lib=_library
+    "gdn_split::prefill_inputs", _inputs_backward, setup_context=_remember_inputs, lib=library
 )

@@ -10,7 +10,7 @@ from gdn_split import (
     ops,  # noqa: F401  defines the ops that are taken below
     straight,
 )
-from gdn_split.api import Layout, _check_kinds
+from gdn_split.api import Layout, check_kinds
 from gdn_split.arguments import check_positive, check_projections, check_sizes
 from gdn_split.plan import StepPlan
 from kernel_reference.checks import REFUSALS, as_float, check_bool, check_choice, check_dense, fail, given
@@ -281,5 +281,5 @@ def _explain(names: tuple[str, ...], tensors: tuple[Any, ...], numbers: tuple[An
     check_dense(**named, **given(**optional))
     check_positive(tokens_per_sequence=tokens)
     check_choice("state_layout", state_layout, STATE_LAYOUTS)
-    _check_kinds(tuple(sizes))
+    check_kinds(tuple(sizes))
     check_projections(tensors[0], tensors[1], check_sizes(*sizes[:5]))

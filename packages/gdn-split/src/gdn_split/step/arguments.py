@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from gdn_split.arguments import (
-    _FLOATS,
-    _elements_share_memory,
-    _what_fits,
+    FLOATS,
     check_convolution,
     check_positive,
     check_projections,
     check_sizes,
     check_slot_values,
+    what_fits,
 )
 from gdn_split.plan import GroupShape, StepPlan, StepProblem
 from gdn_split.tensors import Commit, Step
@@ -23,6 +22,7 @@ from kernel_reference.checks import (
     MemoryOverlap,
     check_choice,
     check_dtype,
+    check_elements_apart,
     check_float,
     check_same_device,
     describe,
@@ -56,7 +56,7 @@ def check_step(op: str, t: Step | Commit, *numbers: Any) -> StepProblem:
     for name, size in (("head_qk", shape.head_qk), ("head_v", shape.head_v)):
         if size > MAX_HEAD_SIZE:
             fail(name, f"at most {MAX_HEAD_SIZE}", size)
-    check_dtype("mixed_ba", t.mixed_ba, *_FLOATS)
+    check_dtype("mixed_ba", t.mixed_ba, *FLOATS)
     given = (t.mixed_qkvz, t.conv_state, t.conv_weight, t.conv_bias, t.slots, tokens, shape)
     check_convolution(*given)
     if op != "decode_step" and tokens > MAX_DRAFTS:
@@ -66,7 +66,7 @@ def check_step(op: str, t: Step | Commit, *numbers: Any) -> StepProblem:
     if isinstance(t, Step) and t.norm_weight is not None:
         per_head["norm_weight"] = (t.norm_weight, shape.head_v)
     for name, (tensor, length) in per_head.items():
-        check_dtype(name, tensor, *_FLOATS)
+        check_dtype(name, tensor, *FLOATS)
         check_same_device(name, tensor, "mixed_qkvz", t.mixed_qkvz)
         if tensor.shape != (length,) or (length > 1 and tensor.stride(0) != 1):
             fail(name, f"[{length}], contiguous", describe(tensor))
@@ -131,17 +131,16 @@ def check_values(t: Step | Commit, path_length: int) -> None:
 def _check_state(t: Step | Commit, state_layout: str, shape: GroupShape) -> None:
     check_choice("state_layout", state_layout, STATE_LAYOUTS)
     pool = t.state_pool
-    check_dtype("state_pool", pool, *_FLOATS)
+    check_dtype("state_pool", pool, *FLOATS)
     check_same_device("state_pool", pool, "mixed_qkvz", t.mixed_qkvz)
     inner = (shape.head_qk, shape.head_v)
     tail = (shape.num_heads_v, *(inner if state_layout == "KV" else inner[::-1]))
     if pool.ndim != 4 or pool.shape[1:] != tail:
         other = pool.ndim == 4 and pool.shape[1:] == (tail[0], tail[2], tail[1])
         hint = f'; state_layout="{"VK" if state_layout == "KV" else "KV"}" would fit' if other else ""
-        hint = hint or _what_fits("state_pool", pool, (None, *tail))
+        hint = hint or what_fits("state_pool", pool, (None, *tail))
         fail("state_pool", f"[num_slots, {', '.join(map(str, tail))}]", describe(pool) + hint)
-    if _elements_share_memory(pool):
-        fail("state_pool", "a tensor whose elements do not share memory", describe(pool))
+    check_elements_apart("state_pool", pool)
 
 
 def _check_out(out: Tensor, mixed_qkvz: Tensor, shape: GroupShape) -> None:
@@ -149,11 +148,10 @@ def _check_out(out: Tensor, mixed_qkvz: Tensor, shape: GroupShape) -> None:
     if out.ndim != 3 or out.shape[1:] != tail or known(out.shape[0] != mixed_qkvz.shape[0]):
         fail("out", f"[{mixed_qkvz.shape[0]}, {tail[0]}, {tail[1]}]", describe(out))
     check_same_device("out", out, "mixed_qkvz", mixed_qkvz)
-    check_dtype("out", out, *_FLOATS)
+    check_dtype("out", out, *FLOATS)
     if shape.head_v > 1 and out.stride(2) != 1:
         fail("out", "contiguous in each head (the strides of rows and heads are free)", describe(out))
-    if _elements_share_memory(out):
-        fail("out", "a tensor whose elements do not share memory", describe(out))
+    check_elements_apart("out", out)
 
 
 def _check_integers(name: str, tensor: Tensor, shape: Sequence[int], t: Step | Commit) -> None:

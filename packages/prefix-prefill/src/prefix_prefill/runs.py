@@ -130,34 +130,46 @@ def share_decode(
     # A length that cannot be stays one.
     lengths = torch.where(seqlens_k < cu_seqlens_q.diff(), -1, seqlens_k)
     whole = None
-    if max_seqlen_q != 1 and len(seqlens_k):
-        # What a rank has of the keys that a token sees does not grow by one a token: from the page on in which the
-        # first token's end, each token is a sequence of its own.
-        counts = cu_seqlens_q.diff()
-        columns = layout.visible((lengths - counts + 1).clamp(min=0)) // page_size
-        # Fewer keys than new tokens are none to attention.
-        columns = torch.where(columns * page_size < counts, 0, columns)
-        whole = torch.where(lengths < 0, -1, columns * page_size)
-        tokens = torch.arange(rows, device=lengths.device, dtype=cu_seqlens_q.dtype)
-        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True).clamp(max=len(seqlens_k) - 1)
-        behind = cu_seqlens_q[1:][sequence] - tokens - 1
-        # Rows behind the last sequence see nothing.
-        lengths = lengths[sequence]
-        lengths = torch.where(behind >= 0, torch.where(lengths < 0, -1, lengths - behind), 0)
+    if max_seqlen_q == 1 or not len(seqlens_k):
+        visible = torch.where(lengths < 0, -1, layout.visible(lengths))
+    else:
+        cu_seqlens_q, visible, block_table, whole = _shares_of_tokens(
+            layout, block_table, cu_seqlens_q, lengths, rows, max_seqlen_q, page_size
+        )
+    return DecodeShare(rows, max_seqlen_q, layout.world, layout.rank, cu_seqlens_q, visible, block_table, whole)
+
+
+def _shares_of_tokens(
+    layout: Interleave, block_table: Tensor, cu_seqlens_q: Tensor, lengths: Tensor, rows: int, max_seqlen_q: int,
+    page_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``cu``, ``visible``, ``block_table`` and ``whole`` of a :class:`DecodeShare` where sequences have several tokens.
+
+    What a rank has of the keys that a token sees does not grow by one a token: from the page on in which the first
+    token's end, each token is a sequence of its own.
+    """
+    counts = cu_seqlens_q.diff()
+    columns = layout.visible((lengths - counts + 1).clamp(min=0)) // page_size
+    # Fewer keys than new tokens are none to attention.
+    columns = torch.where(columns * page_size < counts, 0, columns)
+    whole = torch.where(lengths < 0, -1, columns * page_size)
+    tokens = torch.arange(rows, device=lengths.device, dtype=cu_seqlens_q.dtype)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens, right=True).clamp(max=len(lengths) - 1)
+    # Rows behind the last sequence see nothing.
+    behind = cu_seqlens_q[1:][sequence] - tokens - 1
+    of_tokens = lengths[sequence]
+    of_tokens = torch.where(behind >= 0, torch.where(of_tokens < 0, -1, of_tokens - behind), 0)
+    visible = layout.visible(of_tokens) - (columns * page_size)[sequence]
+    visible = torch.where(of_tokens < 0, -1, torch.where(behind >= 0, visible, 0))
+    if block_table.shape[1]:
         # The rest of a page, those of the other tokens, and as many where there were too few.
         most = cdiv(page_size + 2 * max_seqlen_q - 3, page_size)
         column = columns[sequence][:, None] + torch.arange(most, device=lengths.device)
-        if block_table.shape[1]:
-            column = column.clamp(max=block_table.shape[1] - 1)
-            block_table = block_table[sequence[:, None], column]
-        else:
-            block_table = block_table[sequence]
-        cu_seqlens_q = torch.arange(rows + 1, device=lengths.device, dtype=cu_seqlens_q.dtype)
-        visible = layout.visible(lengths) - (columns * page_size)[sequence]
-        visible = torch.where(lengths < 0, -1, torch.where(behind >= 0, visible, 0))
+        block_table = block_table[sequence[:, None], column.clamp(max=block_table.shape[1] - 1)]
     else:
-        visible = torch.where(lengths < 0, -1, layout.visible(lengths))
-    return DecodeShare(rows, max_seqlen_q, layout.world, layout.rank, cu_seqlens_q, visible, block_table, whole)
+        block_table = block_table[sequence]
+    cu = torch.arange(rows + 1, device=lengths.device, dtype=cu_seqlens_q.dtype)
+    return cu, visible, block_table, whole
 
 
 def _check(block_table: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor) -> None:

@@ -111,7 +111,7 @@ def lightning_attention(
                 op = ops.attention
         return LightningResult(*op(q, k, v, ed, kv_history, *numbers))
     except REFUSALS:
-        _explain(check_dense, q=q, k=k, v=v, ed=ed, **given(kv_history=kv_history))
+        explain(check_dense, q=q, k=k, v=v, ed=ed, **given(kv_history=kv_history))
         raise
 
 
@@ -178,14 +178,14 @@ def lightning_attention_varlen(
             all_have_states, *numbers,
         )  # fmt: skip
     except REFUSALS:
-        _explain(
+        explain(
             check_dense, q=q, k=k, v=v, slopes=slopes, cu_seqlens=cu_seqlens, state_pool=state_pool, slots=slots,
             **given(
                 out=out, has_initial_state=own_states, **{"snapshot.positions": positions},
                 **{"snapshot.slots": snapshot_slots},
             ),
         )  # fmt: skip
-        _explain(arguments.check_packed, ("T",), q, k, v)
+        explain(arguments.check_packed, ("T",), q, k, v)
         raise
     return result
 
@@ -229,8 +229,8 @@ def lightning_decode(
         result = _allocate_out(q, v) if out is None else out
         _decode(q, k, v, state_pool, slots, slopes, result, *numbers)
     except REFUSALS:
-        _explain(check_dense, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **given(out=out))
-        _explain(arguments.check_packed, ("B",), q, k, v)
+        explain(check_dense, q=q, k=k, v=v, state_pool=state_pool, slots=slots, slopes=slopes, **given(out=out))
+        explain(arguments.check_packed, ("B",), q, k, v)
         raise
     return result
 
@@ -269,19 +269,19 @@ def linear_decode_forward_triton(
         q_rows, k_rows, v_rows = _only_token(q, k, v)
         out = _allocate_out(q_rows, v_rows)
     except REFUSALS:
-        _explain(check_dense, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+        explain(check_dense, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         raise
     try:
         _decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out, 1.0, ints)
     except (*REFUSALS, ValueError):
         # The op knows its arguments by other names.
-        _explain(check_dense, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
+        explain(check_dense, q=q, k=k, v=v, kv_caches=kv_caches, slope_rate=slope_rate, slot_idx=slot_idx)
         tensors = Decode(q_rows, k_rows, v_rows, kv_caches, slot_idx, slope_rate, out)
-        _explain(arguments.check_decode, tensors, 1.0, ints, _NAMES_OF_ENGINES)
+        explain(arguments.check_decode, tensors, 1.0, ints, _NAMES_OF_ENGINES)
         if not torch.compiler.is_compiling():
-            _explain(arguments.overlap("decode", tensors, _NAMES_OF_ENGINES), *tensors)
+            explain(arguments.overlap("decode", tensors, _NAMES_OF_ENGINES), *tensors)
         if values_are_checked(q.device):
-            _explain(arguments.check_decode_values, tensors, _NAMES_OF_ENGINES)
+            explain(arguments.check_decode_values, tensors, _NAMES_OF_ENGINES)
         raise
     return out.flatten(1)
 
@@ -351,8 +351,8 @@ def lightning_verify(
         else:
             _verify_tree(q, k, v, state_pool, slots, slopes, parents, result, *numbers)
     except REFUSALS:
-        _explain(check_dense, **tensors, **given(parents=parents, out=out))
-        _explain(arguments.check_packed, ("B", "T"), q, k, v)
+        explain(check_dense, **tensors, **given(parents=parents, out=out))
+        explain(arguments.check_packed, ("B", "T"), q, k, v)
         raise
     return result
 
@@ -396,11 +396,11 @@ def lightning_commit(
         else:
             _commit_path(k, v, state_pool, slots, slopes, accepted, path, ints)
     except REFUSALS:
-        _explain(check_dense, **tensors, **given(path=path))
+        explain(check_dense, **tensors, **given(path=path))
         raise
 
 
-def _explain(check: Callable[..., object], *given: Any, **named: Any) -> None:
+def explain(check: Callable[..., object], *given: Any, **named: Any) -> None:
     """Raise our own error instead of torch's, which prints whole arrays."""
     try:
         check(*given, **named)

@@ -68,7 +68,7 @@ def check_attention(t: Attention, scale: float, plan: Ints = None) -> PrefillPro
     for name, tensor, tail in (("q", t.q, "d"), ("k", t.k, "d"), ("v", t.v, "e")):
         if tensor.ndim != 4:
             fail(name, f"[b, h, n, {tail}]", describe(tensor))
-        _check_like_first(name, tensor, "q", t.q)
+        check_like_first(name, tensor, "q", t.q)
     if differ(t.k.shape, t.q.shape):
         fail("k", f"{list(t.q.shape)} as q is{_if_tokens_first('k', t.k, t.q)}", describe(t.k))
     if differ(t.v.shape[:3], t.q.shape[:3]):
@@ -76,17 +76,17 @@ def check_attention(t: Attention, scale: float, plan: Ints = None) -> PrefillPro
         fail("v", f"[{leading}, e] as q is{_if_tokens_first('v', t.v, t.q)}", describe(t.v))
     batch, num_heads, tokens, head_qk = t.q.shape
     head_v = t.v.shape[3]
-    heads = _check_heads("q", num_heads, num_heads, head_qk, head_v)
-    _check_slopes("ed", t.ed, num_heads, "q", t.q, "[b, h, n, d]")
+    heads = check_heads("q", num_heads, num_heads, head_qk, head_v)
+    check_slopes("ed", t.ed, num_heads, "q", t.q, "[b, h, n, d]")
     states = (batch, num_heads, head_qk, head_v)
     if t.kv_history is not None:
-        hint = " (of an earlier call's kv: kv[:, :, -1])" + _if_transposed("kv_history", t.kv_history, states)
-        _check_matrices("kv_history", t.kv_history, states, "q", t.q, hint)
-    _check_prefill_plan(plan, heads, t.q.dtype)
+        hint = " (of an earlier call's kv: kv[:, :, -1])" + if_transposed("kv_history", t.kv_history, states)
+        check_matrices("kv_history", t.kv_history, states, "q", t.q, hint)
+    check_prefill_plan(plan, heads, t.q.dtype)
     return PrefillProblem(
-        heads, _dense(t.q), _dense(t.k), _dense(t.v), _dense_or_new(t.out, (batch, num_heads, tokens, head_v)),
+        heads, of_dense(t.q), of_dense(t.k), of_dense(t.v), _dense_or_new(t.out, (batch, num_heads, tokens, head_v)),
         None if t.kv_history is None else t.kv_history.stride(),
-        _strides_of_new(states) if t.kv is None else t.kv[:, :, 0].stride(),
+        strides_of_new(states) if t.kv is None else t.kv[:, :, 0].stride(),
         tokens, batch, batch, scale, str(t.q.dtype).removeprefix("torch."),
     )  # fmt: skip
 
@@ -105,19 +105,19 @@ def check_attention_backward(t: AttentionBackward, scale: float, plan: Ints = No
     check_same_device("d_out", t.d_out, "q", t.q)
     check_same_dtype("d_out", t.d_out, "q", t.q)
     if t.d_kv is not None:
-        _check_matrices("d_kv", t.d_kv, (batch, num_heads, 1, head_qk, head_v), "q", t.q)
-    q, k, v, d_out = (_dense(tensor) for tensor in (t.q, t.k, t.v, t.d_out))
+        check_matrices("d_kv", t.d_kv, (batch, num_heads, 1, head_qk, head_v), "q", t.q)
+    q, k, v, d_out = (of_dense(tensor) for tensor in (t.q, t.k, t.v, t.d_out))
     d_q, d_k, d_v = (
         _dense_or_new(new, like.shape) for new, like in ((t.d_q, t.q), (t.d_k, t.k), (t.d_v, t.v))
     )  # fmt: skip
     history = None if t.kv_history is None else t.kv_history.stride()
     last = None if t.d_kv is None else t.d_kv[:, :, 0].stride()
-    first = _strides_of_new((batch, num_heads, head_qk, head_v)) if t.asks_for_states() else None
+    first = strides_of_new((batch, num_heads, head_qk, head_v)) if t.asks_for_states() else None
     dq = PrefillProblem(
-        Heads(num_heads, num_heads, head_v, head_qk), d_out, v, k, d_q, _transposed(history), None, tokens, batch,
+        Heads(num_heads, num_heads, head_v, head_qk), d_out, v, k, d_q, transposed(history), None, tokens, batch,
         batch, scale, str(t.q.dtype).removeprefix("torch."), is_gradient=True,
     )  # fmt: skip
-    dk = replace(dq, q=v, k=d_out, v=q, o=d_k, initial=_transposed(last), reversed=True)
+    dk = replace(dq, q=v, k=d_out, v=q, o=d_k, initial=transposed(last), reversed=True)
     dv = replace(
         dk, heads=Heads(num_heads, num_heads, head_qk, head_v), q=k, k=q, v=d_out, o=d_v, initial=last,
         final=first if t.d_history is None else t.d_history.stride(),
@@ -130,15 +130,15 @@ def check_varlen(t: Varlen, all_have_initial_state: bool, scale: float, plan: In
     check_float("scale", scale)
     heads = check_packed(("T",), t.q, t.k, t.v)
     like = ("q", t.q)
-    _check_slopes("slopes", t.slopes, heads.num_heads, *like, "[T, H, D]")
+    check_slopes("slopes", t.slopes, heads.num_heads, *like, "[T, H, D]")
     for name, tensor in (("cu_seqlens", t.cu_seqlens), ("slots", t.slots)):
         if tensor.ndim != 1:
             fail(name, "[B + 1]" if name == "cu_seqlens" else "[B]", describe(tensor))
     sequences = t.slots.shape[0]
     if known(t.cu_seqlens.shape[0] != sequences + 1):
         fail("cu_seqlens, slots", "[B + 1] and [B]", f"{list(t.cu_seqlens.shape)} and {list(t.slots.shape)}")
-    _check_indices("cu_seqlens", t.cu_seqlens, (sequences + 1,), *like)
-    _check_indices("slots", t.slots, (sequences,), *like)
+    check_indices("cu_seqlens", t.cu_seqlens, (sequences + 1,), *like)
+    check_indices("slots", t.slots, (sequences,), *like)
     if t.has_initial_state is not None:
         check_dtype("has_initial_state", t.has_initial_state, torch.bool)
         _check_contiguous("has_initial_state", t.has_initial_state, (sequences,), *like)
@@ -150,15 +150,15 @@ def check_varlen(t: Varlen, all_have_initial_state: bool, scale: float, plan: In
         if t.positions.ndim != 2:
             fail("snapshot.positions", f"[{sequences}, P]", describe(t.positions))
         snapshots = t.positions.shape[1]
-        _check_indices("snapshot.positions", t.positions, (sequences, snapshots), *like)
-        _check_indices("snapshot.slots", t.snapshot_slots, (sequences, snapshots), *like)
+        check_indices("snapshot.positions", t.positions, (sequences, snapshots), *like)
+        check_indices("snapshot.slots", t.snapshot_slots, (sequences, snapshots), *like)
     _check_pool("state_pool", t.state_pool, heads, *like)
     _check_out(t.out, (t.q.shape[0], heads.num_heads, heads.head_v), t.q)
-    _check_prefill_plan(plan, heads, t.q.dtype)
+    check_prefill_plan(plan, heads, t.q.dtype)
     pool = t.state_pool.stride()
     reads = t.has_initial_state is not None or all_have_initial_state
     return PrefillProblem(
-        heads, _packed(t.q), _packed(t.k), _packed(t.v), _packed(t.out), pool if reads else None, pool, t.q.shape[0],
+        heads, of_rows(t.q), of_rows(t.k), of_rows(t.v), of_rows(t.out), pool if reads else None, pool, t.q.shape[0],
         sequences, t.state_pool.shape[0], scale, str(t.q.dtype).removeprefix("torch."), snapshots, ragged=True,
     )  # fmt: skip
 
@@ -167,9 +167,9 @@ def check_decode(t: Decode, scale: float, plan: Ints = None, names: Names = _NAM
     """One token of each sequence and the pool of their states."""
     check_float("scale", scale)
     heads = check_packed(("B",), t.q, t.k, t.v)
-    _check_states(t.state_pool, t.slots, t.slopes, heads, "q", t.q, names)
+    check_states(t.state_pool, t.slots, t.slopes, heads, "q", t.q, names)
     _check_out(t.out, (t.q.shape[0], heads.num_heads, heads.head_v), t.q)
-    _check_decode_plan(plan, heads)
+    check_decode_plan(plan, heads)
     q, k, v, out = (tensor[:, None].stride() for tensor in (t.q, t.k, t.v, t.out))
     pool = t.state_pool
     return DecodeProblem(heads, t.q.shape[0], 1, pool.shape[0], q, k, v, pool.stride(), out, scale, writes=True)
@@ -186,9 +186,9 @@ def check_several(t: Decode | TreeVerify, scale: float, plan: Ints = None) -> De
     """Any number of draft tokens of each sequence, which branch or do not."""
     check_float("scale", scale)
     heads = check_packed(("B", "T"), t.q, t.k, t.v)
-    _check_states(t.state_pool, t.slots, t.slopes, heads, "q", t.q)
+    check_states(t.state_pool, t.slots, t.slopes, heads, "q", t.q)
     _check_out(t.out, (*t.q.shape[:2], heads.num_heads, heads.head_v), t.q)
-    _check_decode_plan(plan, heads)
+    check_decode_plan(plan, heads)
     q, k, v, out = (tensor.stride() for tensor in (t.q, t.k, t.v, t.out))
     (sequences, tokens), pool = t.q.shape[:2], t.state_pool
     return DecodeProblem(heads, sequences, tokens, pool.shape[0], q, k, v, pool.stride(), out, scale, writes=False)
@@ -198,15 +198,15 @@ def check_commit(t: Commit, plan: Ints = None) -> DecodeProblem:
     """Draft tokens' keys and values, how many are accepted and the pool of states."""
     heads = check_packed(("B", "T"), None, t.k, t.v)
     _check_drafts("k", t.k)
-    _check_states(t.state_pool, t.slots, t.slopes, heads, "k", t.k)
-    _check_indices("accepted", t.accepted, (t.k.shape[0],), "k", t.k)
-    _check_decode_plan(plan, heads)
+    check_states(t.state_pool, t.slots, t.slopes, heads, "k", t.k)
+    check_indices("accepted", t.accepted, (t.k.shape[0],), "k", t.k)
+    check_decode_plan(plan, heads)
     k, v, pool = t.k.stride(), t.v.stride(), t.state_pool
     sequences, tokens = t.k.shape[:2]
     return DecodeProblem(heads, sequences, tokens, pool.shape[0], None, k, v, pool.stride(), None, 1.0, writes=True)
 
 
-def _dense(tensor: Tensor) -> Operand:
+def of_dense(tensor: Tensor) -> Operand:
     """Of a tensor [sequences, heads, rows, elements]."""
     (b, h, n, d), (s_b, s_h, s_n, s_d) = tensor.shape, tensor.stride()
     return Operand((b, n, h, d), (s_b, s_n, s_h, s_d))
@@ -215,22 +215,22 @@ def _dense(tensor: Tensor) -> Operand:
 def _dense_or_new(tensor: Tensor | None, shape: Sequence[int]) -> Operand:
     """The same; where the op allocates it, of a packed one."""
     if tensor is not None:
-        return _dense(tensor)
-    (b, h, n, d), (s_b, s_h, s_n, s_d) = shape, _strides_of_new(shape)
+        return of_dense(tensor)
+    (b, h, n, d), (s_b, s_h, s_n, s_d) = shape, strides_of_new(shape)
     return Operand((b, n, h, d), (s_b, s_n, s_h, s_d))
 
 
-def _packed(tensor: Tensor) -> Operand:
+def of_rows(tensor: Tensor) -> Operand:
     """Of a tensor [rows, heads, elements]."""
     (n, h, d), (s_n, s_h, s_d) = tensor.shape, tensor.stride()
     return Operand((1, n, h, d), (0, s_n, s_h, s_d))
 
 
-def _strides_of_new(shape: Sequence[int]) -> tuple[int, ...]:
+def strides_of_new(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _transposed(strides: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def transposed(strides: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return None if strides is None else (*strides[:2], strides[3], strides[2])
 
 
@@ -239,16 +239,16 @@ def _transposed(strides: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 def check_rates(name: str, slopes: Tensor) -> None:
     """Decay rates: finite and 0 or more."""
-    _check_rates(name, read_integers({"slopes": _bits(slopes)})["slopes"])
+    check_bits_of_rates(name, read_integers({"slopes": bits_of_rates(slopes)})["slopes"])
 
 
 def check_varlen_values(t: Varlen) -> None:
     """Decay rates, bounds of sequences, slots and snapshots."""
     found = read_integers({
-        "slopes": _bits(t.slopes), "slots": t.slots, "cu_seqlens": t.cu_seqlens, "positions": t.positions,
+        "slopes": bits_of_rates(t.slopes), "slots": t.slots, "cu_seqlens": t.cu_seqlens, "positions": t.positions,
         "snapshot_slots": t.snapshot_slots,
     })  # fmt: skip
-    _check_rates("slopes", found["slopes"])
+    check_bits_of_rates("slopes", found["slopes"])
     lengths = check_cu_seqlens("cu_seqlens", found["cu_seqlens"], t.q.shape[0])
     owned = [(f"slots[{sequence}]", slot, slot >= 0) for sequence, slot in enumerate(found["slots"])]
     positions = found.get("positions", [])
@@ -258,27 +258,27 @@ def check_varlen_values(t: Varlen) -> None:
             name = f"snapshot.positions[{sequence}, {column}]"
             fail(name, f"-1 (unused) or from 1 to the sequence's {lengths[sequence]} tokens", position)
         owned.append((f"snapshot.slots[{sequence}, {column}]", slot, slot >= 0 and position != -1))
-    _check_owned(owned, t.state_pool.shape[0])
+    check_owned(owned, t.state_pool.shape[0])
 
 
 def check_decode_values(t: Decode | Commit, names: Names = _NAMES) -> None:
     """Decay rates and slots and, of a commit, how many drafts are accepted."""
     accepted = t.accepted if isinstance(t, Commit) else None
-    found = read_integers({"slopes": _bits(t.slopes), "slots": t.slots, "accepted": accepted})
-    _check_rates(names.slopes, found["slopes"])
+    found = read_integers({"slopes": bits_of_rates(t.slopes), "slots": t.slots, "accepted": accepted})
+    check_bits_of_rates(names.slopes, found["slopes"])
     for sequence, count in enumerate(found.get("accepted", [])):
         if not 0 <= count <= t.k.shape[1]:
             fail(f"accepted[{sequence}]", f"from 0 to the {t.k.shape[1]} tokens given", count)
     owned = [(f"{names.slots}[{sequence}]", slot, slot >= 0) for sequence, slot in enumerate(found["slots"])]
-    _check_owned(owned, t.state_pool.shape[0])
+    check_owned(owned, t.state_pool.shape[0])
 
 
-def _bits(slopes: Tensor) -> Tensor:
+def bits_of_rates(slopes: Tensor) -> Tensor:
     """Decay rates as the integers that their bits are, so that they travel with the others."""
     return slopes.reshape(-1).view(torch.int32)
 
 
-def _check_rates(name: str, bits: list[int]) -> None:
+def check_bits_of_rates(name: str, bits: list[int]) -> None:
     rates: list[float] = torch.tensor(bits, dtype=torch.int32).view(torch.float32).tolist()
     for head, rate in enumerate(rates):
         # NaN is not at least 0 either.
@@ -286,7 +286,7 @@ def _check_rates(name: str, bits: list[int]) -> None:
             fail(f"{name}[{head}]", "finite and 0 or more", rate)
 
 
-def _check_owned(owned: list[tuple[str, int, bool]], num_slots: int) -> None:
+def check_owned(owned: list[tuple[str, int, bool]], num_slots: int) -> None:
     """Slots by name, and whether each is in use: all -1 or in the pool, none used twice."""
     user_of: dict[int, str] = {}
     for name, slot, used in owned:
@@ -321,16 +321,16 @@ def check_packed(leading: tuple[str, ...], q: Tensor | None, k: Tensor, v: Tenso
     for name, tensor, tail in (*([] if q is None else [("q", q, "Hqk, D")]), ("k", k, "Hqk, D"), ("v", v, "Hv, E")):
         if tensor.ndim != len(leading) + 2:
             fail(name, f"[{', '.join(leading)}, {tail}]", describe(tensor))
-        _check_like_first(name, tensor, *like)
+        check_like_first(name, tensor, *like)
     first_name, first = like
     if differ(k.shape, first.shape):
         fail("k", f"{list(first.shape)} as {first_name} is", describe(k))
     if differ(v.shape[:-2], first.shape[:-2]):
         fail("v", f"[{', '.join(map(str, first.shape[:-2]))}, Hv, E] as {first_name} is", describe(v))
-    return _check_heads(first_name, first.shape[-2], v.shape[-2], first.shape[-1], v.shape[-1])
+    return check_heads(first_name, first.shape[-2], v.shape[-2], first.shape[-1], v.shape[-1])
 
 
-def _check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
+def check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
     plan = PrefillPlan.from_ints(ints)
     if plan is None:
         return
@@ -342,7 +342,7 @@ def _check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
         fail("plan", f"without bf16x6 for {dtype}", plan)
 
 
-def _check_decode_plan(ints: Ints, heads: Heads) -> None:
+def check_decode_plan(ints: Ints, heads: Heads) -> None:
     plan = DecodePlan.from_ints(ints)
     if plan is not None and not plan.covers(heads):
         fail("plan", f"one that covers {heads}", plan)
@@ -353,7 +353,7 @@ def _check_pool(name: str, state_pool: Tensor, heads: Heads, as_in: str, first: 
     shape = (heads.num_heads, heads.head_qk, heads.head_v)
     check_dtype(name, state_pool, torch.float32, torch.bfloat16, torch.float16)
     if state_pool.ndim != 4 or differ(state_pool.shape[1:], shape):
-        hint = _if_transposed(name, state_pool, (0, *shape))
+        hint = if_transposed(name, state_pool, (0, *shape))
         fail(name, f"[num_slots, {', '.join(map(str, shape))}]{hint}", describe(state_pool))
     check_same_device(name, state_pool, as_in, first)
     check_elements_apart(name, state_pool)
@@ -367,16 +367,16 @@ def _check_out(out: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
     check_elements_apart("out", out)
 
 
-def _check_states(
+def check_states(
     state_pool: Tensor, slots: Tensor, slopes: Tensor, heads: Heads, as_in: str, first: Tensor, names: Names = _NAMES
 ) -> None:
-    _check_indices(names.slots, slots, (first.shape[0],), as_in, first)
+    check_indices(names.slots, slots, (first.shape[0],), as_in, first)
     layout = "[B, H, D]" if first.ndim == 3 else "[B, T, H, D]"
-    _check_slopes(names.slopes, slopes, heads.num_heads, as_in, first, layout)
+    check_slopes(names.slopes, slopes, heads.num_heads, as_in, first, layout)
     _check_pool(names.state_pool, state_pool, heads, as_in, first)
 
 
-def _check_heads(first_name: str, heads_qk: int, heads_v: int, head_qk: int, head_v: int) -> Heads:
+def check_heads(first_name: str, heads_qk: int, heads_v: int, head_qk: int, head_v: int) -> Heads:
     for name, count in ((first_name, heads_qk), ("v", heads_v)):
         if count < 1:
             fail(name, "of at least 1 head", count)
@@ -394,7 +394,7 @@ def _check_drafts(name: str, first: Tensor) -> None:
         fail(name, f"[B, T, ...] with at most {MAX_DRAFTS} tokens T", describe(first))
 
 
-def _check_slopes(name: str, slopes: Tensor, num_heads: int, as_in: str, first: Tensor, layout: str) -> None:
+def check_slopes(name: str, slopes: Tensor, num_heads: int, as_in: str, first: Tensor, layout: str) -> None:
     """One rate a head of ``first``, laid out so; a layout in which as many heads as rates would stand is named."""
     check_dtype(name, slopes, torch.float32)
     if slopes.numel() != num_heads or not slopes.is_contiguous():
@@ -417,13 +417,13 @@ def _if_tokens_first(name: str, tensor: Tensor, q: Tensor) -> str:
     return f" (pass {name}.transpose(1, 2) if it is [b, n, h, d])" if fits else ""
 
 
-def _if_transposed(name: str, tensor: Tensor, shape: Sequence[int]) -> str:
+def if_transposed(name: str, tensor: Tensor, shape: Sequence[int]) -> str:
     """A hint for states [.., D, E] that come as [.., E, D]."""
     fits = tensor.ndim == len(shape) and not differ(tensor.shape[1:], [*shape[1:-2], shape[-1], shape[-2]])
     return f" (pass {name}.mT if it is [.., E, D])" if fits else ""
 
 
-def _check_indices(name: str, indices: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:
+def check_indices(name: str, indices: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor) -> None:
     check_dtype(name, indices, torch.int32, torch.int64)
     _check_contiguous(name, indices, shape, as_in, first)
 
@@ -434,7 +434,7 @@ def _check_contiguous(name: str, tensor: Tensor, shape: tuple[int, ...], as_in: 
     check_same_device(name, tensor, as_in, first)
 
 
-def _check_matrices(
+def check_matrices(
     name: str, tensor: Tensor, shape: tuple[int, ...], as_in: str, first: Tensor, hint: str = ""
 ) -> None:
     check_dtype(name, tensor, torch.float32)
@@ -442,7 +442,7 @@ def _check_matrices(
     check_same_device(name, tensor, as_in, first)
 
 
-def _check_like_first(name: str, tensor: Tensor, as_in: str, first: Tensor) -> None:
+def check_like_first(name: str, tensor: Tensor, as_in: str, first: Tensor) -> None:
     """q, k or v: of a dtype that the kernels take, which is that of the first, and where the first is."""
     check_dtype(name, tensor, *_FLOATS)
     check_same_dtype(name, tensor, as_in, first)

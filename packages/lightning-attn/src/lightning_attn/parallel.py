@@ -30,7 +30,7 @@ from kernel_reference.collectives import all_gather, world_and_rank
 from kernel_reference.peers import gather_states
 from kernel_reference.transforms import are_active, check_no_transforms
 from lightning_attn.api import LightningResult, lightning_attention
-from lightning_attn.arguments import _check_slopes
+from lightning_attn.arguments import check_slopes
 from lightning_attn.packed.api import PackedResult, lightning_attention_packed
 
 Tensor = torch.Tensor
@@ -140,7 +140,7 @@ def _check(group: Any, exact: bool, exchange: str, rates: str, tensors: dict[str
     optional = ("kv_history", "initial_state")
     check_dense(**{name: tensor for name, tensor in tensors.items() if tensor is not None or name not in optional})
     if tensors["q"].ndim == layout.count(",") + 1:
-        _check_slopes(rates, tensors[rates], tensors["q"].shape[1], "q", tensors["q"], layout)
+        check_slopes(rates, tensors[rates], tensors["q"].shape[1], "q", tensors["q"], layout)
     if are_active():
         check_no_transforms(**tensors)
         check_no_tangents(**tensors)

@@ -43,7 +43,7 @@ def attention(*given: Any) -> tuple[Tensor, Tensor]:
     initial = torch.zeros_like(kv[:, :, 0]) if t.kv_history is None else t.kv_history
     for i in range(problem.sequences):
         q_i, k_i, v_i, out_i = _tokens_first(i, t.q, t.k, t.v, out)
-        kv[i, :, 0] = _attend(q_i, k_i, v_i, t.ed, initial[i], problem.scale, out_i)
+        kv[i, :, 0] = attend(q_i, k_i, v_i, t.ed, initial[i], problem.scale, out_i)
     return out, kv
 
 
@@ -93,7 +93,7 @@ def varlen(*given: Any) -> None:
         for position, kept_in in [*sorted(stops), (end - begin, slot)]:
             if 1 <= position <= end - begin and 0 <= kept_in < pool.shape[0]:
                 rows = slice(first, begin + position)
-                state = _attend(t.q[rows], t.k[rows], t.v[rows], t.slopes, state, scale, t.out[rows])
+                state = attend(t.q[rows], t.k[rows], t.v[rows], t.slopes, state, scale, t.out[rows])
                 pool[kept_in] = state
                 first = begin + position
 
@@ -180,12 +180,12 @@ def gradients_of(
     tokens, heads, head_qk = q.shape
     zeros = torch.zeros(heads, head_qk, v.shape[2], dtype=torch.float32, device=q.device)
     d_q = torch.empty_like(q)
-    _attend(d_out, v, k, slopes, (zeros if history is None else history).mT, scale, d_q)
+    attend(d_out, v, k, slopes, (zeros if history is None else history).mT, scale, d_q)
     q, k, v, d_out = (tensor.flip(0) for tensor in (q, k, v, d_out))
     d_k, d_v = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    _attend(v, d_out, q, slopes, zeros.mT, scale, d_k)
-    d_first = scale * _attend(k, q, d_out, slopes, zeros, scale, d_v)
-    rates = _rates(slopes).reshape(-1)
+    attend(v, d_out, q, slopes, zeros.mT, scale, d_k)
+    d_first = scale * attend(k, q, d_out, slopes, zeros, scale, d_v)
+    rates = rates_of(slopes).reshape(-1)
     d_history = torch.exp(-rates)[:, None, None] * d_first
     if d_last is not None:
         # What the final state's gradient brings is added apart: d_last / a, as an initial state, would overflow.
@@ -208,12 +208,12 @@ def _check_decode(op: str, t: Decode | Commit) -> None:
         arguments.check_decode_values(t)
 
 
-def _rates(slopes: Tensor) -> Tensor:
+def rates_of(slopes: Tensor) -> Tensor:
     """Decay rates as the kernels take them: one below 0 and NaN count as 0; from 256 on nothing is left in float32."""
     return torch.where(slopes > 0, slopes, 0).clamp(max=256)
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor, scale: float, out: Tensor | None = None
 ) -> Tensor:
     """One sequence, q, k [n, Hqk, D], v [n, Hv, E], from state [H, D, E]: its out [n, H, E] and the state after it."""
@@ -221,7 +221,7 @@ def _attend(
     for first in range(0, q.shape[0], _PIECE):
         piece = slice(first, first + _PIECE)
         result = recurrence.linear_attention_chunked(
-            q[piece], k[piece], v[piece], _rates(slopes), initial_state=state[None], scale=scale,
+            q[piece], k[piece], v[piece], rates_of(slopes), initial_state=state[None], scale=scale,
             compute_dtype=torch.float32,
         )  # fmt: skip
         if out is not None:
@@ -247,6 +247,6 @@ def _step(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor, scale:
     over many that shows.
     """
     result = recurrence.linear_attention(
-        q[None], k[None], v[None], _rates(slopes), initial_state=state[None], scale=scale, compute_dtype=torch.float64
+        q[None], k[None], v[None], rates_of(slopes), initial_state=state[None], scale=scale, compute_dtype=torch.float64
     )
     return result.out[0], result.state[0].to(state.dtype)

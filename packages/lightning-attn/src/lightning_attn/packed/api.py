@@ -21,7 +21,7 @@ from lightning_attn import (
     arguments,
     ops,
 )
-from lightning_attn.api import _explain
+from lightning_attn.api import explain
 from lightning_attn.packed.plan import StatePlan
 from lightning_attn.plan import PrefillPlan
 
@@ -81,8 +81,8 @@ def lightning_attention_packed(
             check_no_tangents(**tensors, initial_state=initial_state)
         return PackedResult(*ops.packed(q, k, v, slopes, cu_seqlens, initial_state, *numbers))
     except REFUSALS:
-        _explain(check_dense, **tensors, **given(initial_state=initial_state))
-        _explain(arguments.check_packed, ("T",), q, k, v)
+        explain(check_dense, **tensors, **given(initial_state=initial_state))
+        explain(arguments.check_packed, ("T",), q, k, v)
         raise
 
 
@@ -134,6 +134,6 @@ def lightning_state(
         state: Tensor = _state(k, v, slopes, cu_seqlens, initial_state, 1.0, exact, False, ints)
         return state
     except REFUSALS:
-        _explain(check_dense, **tensors, **given(initial_state=initial_state))
-        _explain(arguments.check_packed, ("T",), None, k, v)
+        explain(check_dense, **tensors, **given(initial_state=initial_state))
+        explain(arguments.check_packed, ("T",), None, k, v)
         raise

@@ -13,20 +13,20 @@ from kernel_reference.checks import check_float, check_same_device, check_same_d
 from kernel_reference.ragged import check_cu_seqlens, read_integers
 from lightning_attn.arguments import (
     Ints,
-    _bits,
-    _check_heads,
-    _check_indices,
-    _check_like_first,
-    _check_matrices,
-    _check_prefill_plan,
-    _check_rates,
-    _check_slopes,
-    _dense,
-    _if_transposed,
-    _packed,
-    _strides_of_new,
-    _transposed,
+    bits_of_rates,
+    check_bits_of_rates,
+    check_heads,
+    check_indices,
+    check_like_first,
+    check_matrices,
     check_packed,
+    check_prefill_plan,
+    check_slopes,
+    if_transposed,
+    of_dense,
+    of_rows,
+    strides_of_new,
+    transposed,
 )
 from lightning_attn.packed.plan import StatePlan, StateProblem
 from lightning_attn.plan import BackwardProblem, Heads, Operand, PrefillProblem
@@ -44,14 +44,14 @@ def check_packed_attention(t: Packed, scale: float, plan: Ints = None) -> Prefil
     heads = check_packed(("T",), t.q, t.k, t.v)
     if heads.num_heads_qk != heads.num_heads_v:
         fail("v", f"of {heads.num_heads_qk} heads as q is (repeat the others')", f"{heads.num_heads_v} heads")
-    _check_slopes("slopes", t.slopes, heads.num_heads, "q", t.q, "[T, H, D]")
+    check_slopes("slopes", t.slopes, heads.num_heads, "q", t.q, "[T, H, D]")
     states = _check_sequences(t.cu_seqlens, t.initial_state, heads, "q", t.q)
-    _check_prefill_plan(plan, heads, t.q.dtype)
+    check_prefill_plan(plan, heads, t.q.dtype)
     rows = t.q.shape[0]
     return PrefillProblem(
-        heads, _packed(t.q), _packed(t.k), _packed(t.v),
+        heads, of_rows(t.q), of_rows(t.k), of_rows(t.v),
         _packed_or_new(t.out, (rows, heads.num_heads, heads.head_v)),
-        None if t.initial_state is None else t.initial_state.stride(), _strides_of_new(states), rows, states[0],
+        None if t.initial_state is None else t.initial_state.stride(), strides_of_new(states), rows, states[0],
         states[0], scale, str(t.q.dtype).removeprefix("torch."), ragged=True,
     )  # fmt: skip
 
@@ -65,17 +65,17 @@ def check_packed_backward(t: PackedBackward, scale: float, plan: Ints = None) ->
     check_same_dtype("d_out", t.d_out, "q", t.q)
     states = (forward.sequences, heads.num_heads, heads.head_qk, heads.head_v)
     if t.d_final is not None:
-        _check_matrices("d_final_state", t.d_final, states, "q", t.q)
+        check_matrices("d_final_state", t.d_final, states, "q", t.q)
     d_q, d_k, d_v = (
         _packed_or_new(new, like.shape) for new, like in ((t.d_q, t.q), (t.d_k, t.k), (t.d_v, t.v))
     )  # fmt: skip
-    d_out, last = _packed(t.d_out), None if t.d_final is None else t.d_final.stride()
+    d_out, last = of_rows(t.d_out), None if t.d_final is None else t.d_final.stride()
     dq = replace(
         forward, heads=Heads(heads.num_heads, heads.num_heads, heads.head_v, heads.head_qk), q=d_out, k=forward.v,
-        v=forward.k, o=d_q, initial=_transposed(forward.initial), final=None, is_gradient=True,
+        v=forward.k, o=d_q, initial=transposed(forward.initial), final=None, is_gradient=True,
     )  # fmt: skip
-    dk = replace(dq, q=forward.v, k=d_out, v=forward.q, o=d_k, initial=_transposed(last), reversed=True)
-    first = _strides_of_new(states) if t.asks_for_states() else None
+    dk = replace(dq, q=forward.v, k=d_out, v=forward.q, o=d_k, initial=transposed(last), reversed=True)
+    first = strides_of_new(states) if t.asks_for_states() else None
     dv = replace(dk, heads=heads, q=forward.k, k=forward.q, v=d_out, o=d_v, initial=last, final=first)
     return BackwardProblem(dq, dk, dv)
 
@@ -85,27 +85,27 @@ def check_state(t: State, scale: float, exact: bool, reverse: bool, plan: Ints =
     check_float("scale", scale)
     if t.cu_seqlens is not None:
         heads = check_packed(("T",), None, t.k, t.v)
-        _check_slopes("slopes", t.slopes, heads.num_heads, "k", t.k, "[T, H, D]")
+        check_slopes("slopes", t.slopes, heads.num_heads, "k", t.k, "[T, H, D]")
         states = _check_sequences(t.cu_seqlens, t.initial_state, heads, "k", t.k)
-        rows, k, v = t.k.shape[0], _packed(t.k), _packed(t.v)
+        rows, k, v = t.k.shape[0], of_rows(t.k), of_rows(t.v)
     else:
         for name, tensor, tail in (("k", t.k, "d"), ("v", t.v, "e")):
             if tensor.ndim != 4:
                 fail(name, f"[b, h, n, {tail}]", describe(tensor))
-            _check_like_first(name, tensor, "k", t.k)
+            check_like_first(name, tensor, "k", t.k)
         check_shape("v", t.v, (*t.k.shape[:3], t.v.shape[3]))
         num_heads, rows = t.k.shape[1:3]
-        heads = _check_heads("k", num_heads, num_heads, t.k.shape[3], t.v.shape[3])
-        _check_slopes("slopes", t.slopes, num_heads, "k", t.k, "[b, h, n, d]")
+        heads = check_heads("k", num_heads, num_heads, t.k.shape[3], t.v.shape[3])
+        check_slopes("slopes", t.slopes, num_heads, "k", t.k, "[b, h, n, d]")
         states = (t.k.shape[0], num_heads, heads.head_qk, heads.head_v)
         if t.initial_state is not None:
-            _check_matrices("initial_state", t.initial_state, states, "k", t.k)
-        k, v = _dense(t.k), _dense(t.v)
+            check_matrices("initial_state", t.initial_state, states, "k", t.k)
+        k, v = of_dense(t.k), of_dense(t.v)
     found = StatePlan.from_ints(plan)
     if found is not None and not found.covers(heads):
         fail("plan", f"one that covers {heads}", found)
     return StateProblem(
-        heads, k, v, None if t.initial_state is None else t.initial_state.stride(), _strides_of_new(states), rows,
+        heads, k, v, None if t.initial_state is None else t.initial_state.stride(), strides_of_new(states), rows,
         states[0], scale, math.inf if exact else REACH, t.k.dtype == torch.float32,
         t.cu_seqlens is not None, reverse,
     )  # fmt: skip
@@ -113,8 +113,8 @@ def check_state(t: State, scale: float, exact: bool, reverse: bool, plan: Ints =
 
 def check_packed_values(slopes: Tensor, cu_seqlens: Tensor, of: str, rows: int) -> None:
     """Decay rates and bounds of sequences."""
-    found = read_integers({"slopes": _bits(slopes), "cu_seqlens": cu_seqlens})
-    _check_rates("slopes", found["slopes"])
+    found = read_integers({"slopes": bits_of_rates(slopes), "cu_seqlens": cu_seqlens})
+    check_bits_of_rates("slopes", found["slopes"])
     check_cu_seqlens("cu_seqlens", found["cu_seqlens"], rows, of)
 
 
@@ -124,17 +124,17 @@ def _check_sequences(
     """The bounds of packed sequences and, if any, the states before them; the shape of the states."""
     if cu_seqlens.ndim != 1 or known(cu_seqlens.shape[0] < 1):
         fail("cu_seqlens", "[N + 1]", describe(cu_seqlens))
-    _check_indices("cu_seqlens", cu_seqlens, tuple(cu_seqlens.shape), as_in, first)
+    check_indices("cu_seqlens", cu_seqlens, tuple(cu_seqlens.shape), as_in, first)
     states = (cu_seqlens.shape[0] - 1, heads.num_heads, heads.head_qk, heads.head_v)
     if initial_state is not None:
-        hint = _if_transposed("initial_state", initial_state, states)
-        _check_matrices("initial_state", initial_state, states, as_in, first, hint)
+        hint = if_transposed("initial_state", initial_state, states)
+        check_matrices("initial_state", initial_state, states, as_in, first, hint)
     return states
 
 
 def _packed_or_new(tensor: Any, shape: Sequence[int]) -> Operand:
     """Of a tensor [rows, heads, elements]; where the op allocates it, of a packed one."""
     if tensor is not None:
-        return _packed(tensor)
-    (n, h, d), (s_n, s_h, s_d) = shape, _strides_of_new(shape)
+        return of_rows(tensor)
+    (n, h, d), (s_n, s_h, s_d) = shape, strides_of_new(shape)
     return Operand((1, n, h, d), (0, s_n, s_h, s_d))

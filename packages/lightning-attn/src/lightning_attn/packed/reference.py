@@ -10,7 +10,7 @@ from kernel_reference.checks import values_are_checked
 from kernel_reference.ragged import clamped_ranges
 from lightning_attn.arguments import check_rates
 from lightning_attn.packed import arguments as packed_arguments
-from lightning_attn.reference import _attend, _rates, gradients_of
+from lightning_attn.reference import attend, gradients_of, rates_of
 from lightning_attn.tensors import Packed, PackedBackward, State
 
 Tensor = torch.Tensor
@@ -52,7 +52,7 @@ def packed(*given: Any) -> tuple[Tensor, Tensor]:
     for i, (begin, end) in enumerate(clamped_ranges(t.cu_seqlens, t.q.shape[0])):
         rows = slice(begin, end)
         initial = torch.zeros_like(final[i]) if t.initial_state is None else t.initial_state[i]
-        final[i] = _attend(t.q[rows], t.k[rows], t.v[rows], t.slopes, initial, problem.scale, out[rows])
+        final[i] = attend(t.q[rows], t.k[rows], t.v[rows], t.slopes, initial, problem.scale, out[rows])
     return out, final
 
 
@@ -89,7 +89,7 @@ def state(*given: Any) -> Tensor:
         if values_are_checked(t.k.device):
             packed_arguments.check_packed_values(t.slopes, t.cu_seqlens, "k", problem.rows)
     final = new_packed_states(t.k, t.v, t.cu_seqlens)
-    rates, heads = _rates(t.slopes).reshape(-1), problem.heads
+    rates, heads = rates_of(t.slopes).reshape(-1), problem.heads
     for i, (begin, end) in enumerate(ranges):
         if t.cu_seqlens is None:
             k, v = t.k[i].transpose(0, 1), t.v[i].transpose(0, 1)

@@ -8,14 +8,14 @@ from kernel_reference.checks import describe, fail, known
 from kernel_reference.ragged import read_integers
 from lightning_attn.arguments import (
     Ints,
-    _bits,
-    _check_decode_plan,
-    _check_indices,
-    _check_owned,
-    _check_rates,
-    _check_states,
+    bits_of_rates,
+    check_bits_of_rates,
+    check_decode_plan,
+    check_indices,
+    check_owned,
     check_packed,
     check_several,
+    check_states,
 )
 from lightning_attn.plan import DecodeProblem
 from lightning_attn.tensors import PathCommit, TreeVerify
@@ -30,7 +30,7 @@ def check_verify_tree(t: TreeVerify, scale: float, plan: Ints = None) -> DecodeP
     """A tree of draft tokens of each sequence and the pool of their states, which is read alone."""
     problem = check_several(t, scale, plan)
     _check_nodes("q", t.q)
-    _check_indices("parents", t.parents, tuple(t.q.shape[:2]), "q", t.q)
+    check_indices("parents", t.parents, tuple(t.q.shape[:2]), "q", t.q)
     return problem
 
 
@@ -38,13 +38,13 @@ def check_commit_path(t: PathCommit, plan: Ints = None) -> DecodeProblem:
     """Draft tokens' keys and values, which of them are accepted, and the pool of states."""
     heads = check_packed(("B", "T"), None, t.k, t.v)
     _check_nodes("k", t.k)
-    _check_states(t.state_pool, t.slots, t.slopes, heads, "k", t.k)
+    check_states(t.state_pool, t.slots, t.slopes, heads, "k", t.k)
     sequences, nodes = t.k.shape[:2]
-    _check_indices("accepted", t.accepted, (sequences,), "k", t.k)
+    check_indices("accepted", t.accepted, (sequences,), "k", t.k)
     if t.path.ndim != 2 or known(t.path.shape[1] > nodes):
         fail("path", f"[{sequences}, P] with at most {nodes} nodes P", describe(t.path))
-    _check_indices("path", t.path, (sequences, t.path.shape[1]), "k", t.k)
-    _check_decode_plan(plan, heads)
+    check_indices("path", t.path, (sequences, t.path.shape[1]), "k", t.k)
+    check_decode_plan(plan, heads)
     k, v, pool = t.k.stride(), t.v.stride(), t.state_pool
     return DecodeProblem(
         heads, sequences, nodes, pool.shape[0], None, k, v, pool.stride(), None, 1.0, writes=True
@@ -53,7 +53,7 @@ def check_commit_path(t: PathCommit, plan: Ints = None) -> DecodeProblem:
 
 def check_tree_values(t: TreeVerify | PathCommit) -> None:
     """Decay rates, slots and parents or, of a commit, the accepted path."""
-    named = {"slopes": _bits(t.slopes), "slots": t.slots}
+    named = {"slopes": bits_of_rates(t.slopes), "slots": t.slots}
     if isinstance(t, PathCommit):
         found = read_integers({**named, "accepted": t.accepted, "path": t.path})
         most, nodes = t.path.shape[1], t.k.shape[1]
@@ -76,9 +76,9 @@ def check_tree_values(t: TreeVerify | PathCommit) -> None:
             sequence, node = divmod(i, nodes)
             if not -1 <= parent < node:
                 fail(f"parents[{sequence}, {node}]", f"from -1 (the state of the pool) to {node - 1}", parent)
-    _check_rates("slopes", found["slopes"])
+    check_bits_of_rates("slopes", found["slopes"])
     owned = [(f"slots[{sequence}]", slot, slot >= 0) for sequence, slot in enumerate(found["slots"])]
-    _check_owned(owned, t.state_pool.shape[0])
+    check_owned(owned, t.state_pool.shape[0])
 
 
 def _check_nodes(name: str, first: Tensor) -> None:

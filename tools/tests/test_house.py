@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,18 +41,33 @@ def test_a_family_of_functions_has_its_rooms_in_a_folder(package: Path) -> None:
     assert [str(file.relative_to(package)) for file in named if "kernels" not in file.parts] == []
 
 
-@each_package
-def test_a_plan_knows_neither_triton_nor_the_gpu(package: Path) -> None:
-    known: set[str] = set()
-    for node in (node for plan in package.glob("src/**/*plan.py") for node in ast.walk(ast.parse(plan.read_text()))):
+def imported_by(file: Path, source: Path) -> Iterator[str]:
+    """The modules that a module imports, those of a package by name where they are taken from it."""
+    for node in ast.walk(ast.parse(file.read_text())):
         match node:
             case ast.Import(names=names):
-                known |= {name.name for name in names}
-            case ast.ImportFrom(module=str(module), names=names):
-                known |= {module, *(f"{module}.{name.name}" for name in names)}
-            case ast.Attribute(value=ast.Name(id="torch"), attr=attribute):
-                known.add(f"torch.{attribute}")
-    assert [name for name in sorted(known) if re.match(r"(triton|tilelang|torch\.cuda)\b", name)] == []
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module=str(module), names=names) if (source / module.replace(".", "/")).is_dir():
+                yield from (f"{module}.{name.name}" for name in names)
+            case ast.ImportFrom(module=str(module)):
+                yield module
+
+
+@each_package
+def test_a_plan_and_what_it_imports_know_neither_torch_nor_a_kernel_language(package: Path) -> None:
+    source, pure = package / "src", {"kernel_reference.integers", "kernel_reference.plans", *sys.stdlib_module_names}
+    waiting, seen, impure = [*source.glob("**/plan.py")], set[Path](), []
+    while waiting:
+        file = waiting.pop()
+        for module in () if file in seen else imported_by(file, source):
+            own = (source / module.replace(".", "/")).with_suffix(".py")
+            if own.is_file():
+                waiting.append(own)
+            elif not {module, module.partition(".")[0]} & pure:
+                impure.append((str(file.relative_to(source)), module))
+        seen.add(file)
+    assert seen
+    assert impure == []
 
 
 @each_package

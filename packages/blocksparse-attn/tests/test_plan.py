@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
-from pathlib import Path
 
 import pytest
 
-import blocksparse_attn.plan
 from blocksparse_attn import AttentionPlan
 from blocksparse_attn.plan import (
     DeviceLimits,
@@ -427,16 +424,3 @@ def test_limits_and_problems_are_values_too() -> None:
     for value in (H200, PROMPT):
         with pytest.raises(FrozenInstanceError):
             setattr(value, fields(value)[0].name, 1)
-
-
-def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
-    tree = ast.parse(Path(blocksparse_attn.plan.__file__).read_text())
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    banned = ("torch", "triton", "kernel_reference", "blocksparse_attn")
-    pure = {"kernel_reference.integers", "kernel_reference.plans"}
-    assert not {name for name in names - pure if name.partition(".")[0] in banned}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
-from pathlib import Path
 
 import pytest
 
-import prefix_prefill.plan
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
 from kernel_reference.testing.forks import run_alone
@@ -642,21 +639,6 @@ def test_limits_and_problems_are_values_too() -> None:
     for value in (H200, PROMPT):
         with pytest.raises(FrozenInstanceError):
             setattr(value, fields(value)[0].name, 1)
-
-
-def test_the_source_of_plan_imports_neither_triton_nor_torch() -> None:
-    tree = ast.parse(Path(prefix_prefill.plan.__file__).read_text())
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-    banned = ("torch", "triton", "kernel_reference", "prefix_prefill")
-    # Which import nothing of these themselves.
-    pure = {"kernel_reference.integers", "kernel_reference.plans"}
-    pure |= {f"prefix_prefill.{name}" for name in ("problem", "tiles", "two_programs", "pieces")}
-    assert not {name for name in names - pure if name.partition(".")[0] in banned}
 
 
 def test_importing_the_package_and_planning_touch_no_gpu_and_import_no_triton() -> None:

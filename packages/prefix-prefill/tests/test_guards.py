@@ -24,6 +24,7 @@ from kernel_reference.testing.guards import assert_bitwise_equal
 from kernel_reference.testing.memory import check_far_apart, much_memory
 from prefix_prefill import launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
+from prefix_prefill.hopper import launch as launch_hopper
 from prefix_prefill.kernels import schedule
 from prefix_prefill.merging import launch as launch_merging
 from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem
@@ -373,7 +374,7 @@ class Grids:
 
         for module in (launch, launch_merging):
             monkeypatch.setattr(module, "Launch", Recorded)
-        monkeypatch.setattr(launch, "TmaLaunch", Recorded)
+        monkeypatch.setattr(launch_hopper, "TmaLaunch", Recorded)
         monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, hopper=True))
 
 

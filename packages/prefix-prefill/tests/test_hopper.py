@@ -16,7 +16,8 @@ import torch
 from kernel_reference.testing import contract, gluon
 from kernel_reference.testing.gluon.memory import Layout, Shared
 from kernel_reference.testing.gluon.values import DType, Value
-from prefix_prefill import launch, widening
+from prefix_prefill import widening
+from prefix_prefill.hopper import launch as launch_hopper
 from prefix_prefill.merging import launch as merging
 from prefix_prefill.plan import PrefillPlan
 
@@ -38,7 +39,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: SimpleNamespace, device:
     if device.type != "cpu":
         pytest.skip("the kernel itself runs here")
 
-    monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
+    monkeypatch.setattr(launch_hopper, "TmaLaunch", gluon.tma_launch(hopper))
     monkeypatch.setattr(merging, "Launch", gluon.tma_launch(hopper))
     monkeypatch.setattr(widening, "Launch", gluon.tma_launch(hopper))
     # To start a program costs as much here as some rows.

@@ -15,9 +15,9 @@ import torch
 from kernel_reference import launching
 from kernel_reference.testing import gluon
 from kernel_reference.testing.guards import assert_bitwise_equal
-from prefix_prefill import launch
 from prefix_prefill.arguments import PrefillTensors
 from prefix_prefill.cascade import joined
+from prefix_prefill.hopper import launch as launch_hopper
 from prefix_prefill.merging import launch as merging
 from prefix_prefill.plan import DeviceLimits, PrefillPlan, Problem
 
@@ -33,7 +33,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, hopper: SimpleNamespace, device:
     """The launches without a GPU."""
     if device.type != "cpu":
         return
-    monkeypatch.setattr(launch, "TmaLaunch", gluon.tma_launch(hopper))
+    monkeypatch.setattr(launch_hopper, "TmaLaunch", gluon.tma_launch(hopper))
     monkeypatch.setattr(merging, "Launch", gluon.tma_launch(hopper))
     monkeypatch.setattr(joined, "Launch", gluon.tma_launch(hopper))
     monkeypatch.setattr(merging, "_MERGING", 2)

@@ -20,6 +20,7 @@ each combination of shapes, strides, dtypes and numbers, and found again in a ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -396,15 +397,22 @@ def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
     ctx.set_materialize_grads(False)
 
 
-@once_differentiable
-def _attention_backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Tensor | None, ...]:
+def gradients_of_inputs(
+    make: Callable[..., Any], ctx: Any, d_out: Tensor | None, d_kv: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Of the arguments of the op ``attention``, of which ``make`` makes those of q, k, v and kv_history."""
     q, k, v, ed, kv_history = ctx.saved_tensors
     if d_out is None and d_kv is None:
         return (None,) * 7
     if d_out is None:
         d_out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-    d_q, d_k, d_v, d_history = _gradients_of_attention(q, k, v, ed, kv_history, d_out, d_kv, ctx.scale, ctx.plan)
+    d_q, d_k, d_v, d_history = make(q, k, v, ed, kv_history, d_out, d_kv, ctx.scale, ctx.plan)
     return d_q, d_k, d_v, None, None if kv_history is None else d_history, None, None
+
+
+@once_differentiable
+def _attention_backward(ctx: Any, d_out: Tensor | None, d_kv: Tensor | None) -> tuple[Tensor | None, ...]:
+    return gradients_of_inputs(_gradients_of_attention, ctx, d_out, d_kv)
 
 
 torch.library.register_autograd(

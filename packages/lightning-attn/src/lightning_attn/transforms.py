@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kernel_reference.checks import fail
-from lightning_attn import ops  # noqa: F401  defines the ops
+from lightning_attn.ops import gradients_of_inputs
 
 Tensor = torch.Tensor
 
@@ -64,14 +64,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Any, d_kv: Any) -> Any:
-        q, k, v, ed, kv_history = ctx.saved_tensors
-        if d_out is None and d_kv is None:
-            return (None,) * 7
-        if d_out is None:
-            d_out = q.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-        apply: Any = _Gradients.apply
-        d_q, d_k, d_v, d_history = apply(q, k, v, ed, kv_history, d_out, d_kv, ctx.scale, ctx.plan)
-        return d_q, d_k, d_v, None, None if kv_history is None else d_history, None, None
+        return gradients_of_inputs(_Gradients.apply, ctx, d_out, d_kv)
 
     @staticmethod
     def jvp(ctx: Any, d_q: Any, d_k: Any, d_v: Any, d_ed: Any, d_history: Any, *_: Any) -> Any:

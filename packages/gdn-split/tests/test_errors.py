@@ -14,9 +14,11 @@ import gdn_split
 from gdn_split.plan import ConvPlan, SplitPlan
 from kernel_reference.testing.wrong import (
     as_list,
+    assert_kept,
     elsewhere,
     every_second,
     in_half,
+    kept,
     needing_grad,
     one_rank_more,
     one_wider,
@@ -225,13 +227,6 @@ TABLE = [
 ]  # fmt: skip
 
 
-def snapshot(arguments: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every tensor among the arguments, with a copy of its bytes."""
-    values = [*arguments.values(), *(arguments["out"] if isinstance(arguments.get("out"), (list, tuple)) else ())]
-    found = [v for v in values if isinstance(v, torch.Tensor) and v.device.type != "meta" and v.layout == torch.strided]
-    return [(tensor, tensor.detach().clone()) for tensor in found]
-
-
 @pytest.mark.parametrize(
     ("function", "error", "name", "change"),
     [pytest.param(function, *rest, id=f"{function}-{what}") for function, what, *rest in TABLE],
@@ -240,9 +235,9 @@ def test_bad_input_is_named_with_what_it_must_be_and_what_it_was_and_nothing_is_
     device, function, error, name, change
 ) -> None:
     arguments = good(function, device)
-    written = list(arguments.get("out") or ())
+    before = kept(arguments)
     change(arguments)
-    before = snapshot(arguments) + [(tensor, tensor.clone()) for tensor in written]
+    before += kept(arguments)
     with pytest.raises((ValueError, TypeError)) as raised:
         FUNCTIONS[function](**arguments)
     assert type(raised.value) is error, raised.value
@@ -250,7 +245,7 @@ def test_bad_input_is_named_with_what_it_must_be_and_what_it_was_and_nothing_is_
     # A formula of sizes names several arguments; what is wrong of all results names out.
     assert name in re.findall(r"\w+", said) or said == "out.dtype", raised.value
     assert ", got " in was, raised.value
-    assert all(torch.equal(tensor, copy) for tensor, copy in before)
+    assert_kept(before)
 
 
 def test_the_right_arguments_of_the_table_are_taken(device) -> None:

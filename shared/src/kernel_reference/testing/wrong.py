@@ -1,12 +1,17 @@
-"""Changes that make right arguments wrong, for a package's table of the calls that it refuses."""
+"""Changes that make right arguments wrong, and what calls with them do: for a package's table of refused calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from kernel_reference.testing.guards import assert_bitwise_equal, tensors_in
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -28,6 +33,30 @@ def together(*changes: Change) -> Change:
             one(arguments)
 
     return change
+
+
+@contextmanager
+def refused(error: type[Exception], name: str) -> Iterator[None]:
+    """A call in here raises this error, in a few lines that name the argument, what it must be and what it was."""
+    with pytest.raises((ValueError, TypeError)) as raised:
+        yield
+    said, _, was = str(raised.value).partition(" must be ")
+    assert name in re.findall(r"\w+", said), raised.value
+    assert ", got " in was, raised.value
+    assert type(raised.value) is error, raised.value
+    assert len(str(raised.value)) < 1000, raised.value
+
+
+def kept(*arguments: Any) -> list[tuple[Tensor, Tensor]]:
+    """Every tensor among arguments, with a copy."""
+    found = [one for one in tensors_in(arguments) if one.device.type != "meta" and one.layout == torch.strided]
+    return [(tensor, tensor.detach().clone()) for tensor in found]
+
+
+def assert_kept(before: list[tuple[Tensor, Tensor]]) -> None:
+    """What :func:`kept` found has been written by nobody."""
+    for tensor, copy in before:
+        assert_bitwise_equal(tensor, copy, what="a tensor given")
 
 
 # What `replaced` makes of a tensor that is right.

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jinja2
+from affected import canonical
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = Path(__file__).parent / "templates" / "package"
@@ -48,13 +49,8 @@ def check(name: str, root: Path) -> None:
         raise NewError(f"name must be no other project's, got {name}, which is installed or which packages need")
 
 
-def normal(requirement: str) -> str:
-    """The name of a distribution that a requirement begins with, spelt as an index does."""
-    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]*", requirement.strip())[0]).lower()  # type: ignore[index]
-
-
 def installed() -> set[str]:
-    return {normal(str(distribution.metadata["Name"])) for distribution in importlib.metadata.distributions()}
+    return {canonical(str(distribution.metadata["Name"])) for distribution in importlib.metadata.distributions()}
 
 
 def needed(root: Path) -> set[str]:
@@ -64,7 +60,7 @@ def needed(root: Path) -> set[str]:
     for home in [root / "shared", *homes(root)]:
         found = project(home)
         lists += [found.get("dependencies", []), *found.get("optional-dependencies", {}).values()]  # type: ignore[attr-defined]
-    return {normal(one) for requirements in lists for one in requirements if isinstance(one, str)}
+    return {canonical(one) for requirements in lists for one in requirements if isinstance(one, str)}
 
 
 def homes(root: Path) -> list[Path]:

@@ -44,6 +44,7 @@ from kernel_reference.checks import (
     validate_values,
     values_are_checked,
 )
+from kernel_reference.lasting import lasting
 
 
 def test_an_error_names_the_argument_what_it_must_be_and_what_it_was() -> None:
@@ -285,13 +286,13 @@ def test_what_lasts_is_made_by_another_thread_unless_a_graph_is_captured(monkeyp
         seen.append(threading.get_ident())
         return torch.ones(2)
 
-    assert memory.lasting(make, gpu).sum() == 2  # type: ignore[arg-type]
+    assert lasting(make, gpu).sum() == 2  # type: ignore[arg-type]
     assert seen == [gpu, seen[1], seen[1]]
     assert seen[1] != here
     capturing = True
     for device in (gpu, torch.device("cpu")):
         seen.clear()
-        assert memory.lasting(make, device).sum() == 2  # type: ignore[arg-type]
+        assert lasting(make, device).sum() == 2  # type: ignore[arg-type]
         assert seen == [here]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_reference.memory import lasting
+from kernel_reference.lasting import lasting
 from kernel_reference.testing import contract
 
 library = torch.library.Library("kernel_reference_contract_test", "DEF")

@@ -46,6 +46,7 @@ from blocksparse_attn.plan import (
 from kernel_reference.checks import fail
 from kernel_reference.dispatch import allocator_of
 from kernel_reference.integers import cdiv, power_of_two_at_least, power_of_two_in
+from kernel_reference.lasting import lasting, nothing
 from kernel_reference.launching import (
     Launch,
     Run,
@@ -57,7 +58,6 @@ from kernel_reference.launching import (
     launch_nothing,
     without_memory,
 )
-from kernel_reference.memory import lasting, nothing
 
 # Numbers of partial results that a warp of the merge kernel has at once: 64 of a thread.
 _MERGED_NUMBERS = 2048

@@ -17,8 +17,8 @@ import torch
 
 from kernel_reference.checks import fail
 from kernel_reference.dispatch import allocator
+from kernel_reference.lasting import nothing
 from kernel_reference.launching import device_properties, launch_nothing, on_device
-from kernel_reference.memory import nothing
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import views_of
 from tilelang_mla.forms import LINE, form_of, is_addressed, packed_form

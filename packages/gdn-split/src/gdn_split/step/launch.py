@@ -16,8 +16,8 @@ from gdn_split.kernels.layer import StepStrides
 from gdn_split.plan import StepPlan, StepProblem, plan_step
 from gdn_split.tensors import Commit, Step
 from kernel_reference.integers import cdiv, power_of_two_at_least
+from kernel_reference.lasting import lasting
 from kernel_reference.launching import Launch, launch_nothing
-from kernel_reference.memory import lasting
 
 Tensor = torch.Tensor
 

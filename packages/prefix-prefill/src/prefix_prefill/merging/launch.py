@@ -16,8 +16,8 @@ import torch
 
 from kernel_reference.dispatch import allocator_of
 from kernel_reference.integers import cdiv, power_of_two_at_least
+from kernel_reference.lasting import lasting
 from kernel_reference.launching import Launch, Run, launch_nothing
-from kernel_reference.memory import lasting
 from kernel_reference.packing import Late
 from prefix_prefill.addressing import Batch, largest_of
 from prefix_prefill.arguments import MergeTensors, PrefillTensors

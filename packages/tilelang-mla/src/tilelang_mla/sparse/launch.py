@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from kernel_reference.lasting import nothing
 from kernel_reference.launching import launch_nothing, on_device
-from kernel_reference.memory import nothing
 from tilelang_mla import launch
 from tilelang_mla.forms import LINE, form_of
 from tilelang_mla.plan import DecodeProblem, DecodeTiles

@@ -2,6 +2,7 @@
 // And prefill's stores.cuh: those of two warpgroups store a tile of which rows are missing, beside what WGMMA's fragments are.
 // Prints what was run, how many elements are not what they must be, and how many were looked at.
 
+#include <atomic>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -58,7 +59,32 @@ template <bool BF16> static uint32_t pack(float x, float y) {
 static uint32_t given_by(uint32_t x, int apart) { return exchanged(x, own % 32 ^ apart); }
 }  // namespace mla::tiles
 
+// Of boxes of 64 elements of so many keys of a page what TMA writes; what comes is counted, and what is expected.
+struct CUtensorMap {
+  const uint16_t *cache;
+  int pages, page_size, keys;
+  uint8_t *ring;
+};
+struct Full {
+  std::atomic<int> expected = 0, come = 0;
+  void expect_transaction(int bytes) { expected += bytes; }
+};
+namespace tl {
+static void tma_load(const CUtensorMap &map, Full &full, uint8_t *to, int element, int row, int page) {
+  full.come += map.keys * 128;
+  for (int key = 0; key < map.keys; key++)
+    for (int j = 0; j < 64; j++) {
+      bool there = page >= 0 && page < map.pages;
+      uint16_t x = there ? map.cache[(page * map.page_size + row + key) * 576 + element + j] : 0;
+      // Rings begin where swizzles do.
+      int place = to - map.ring + key * 128 + 2 * j;
+      memcpy(map.ring + (place ^ (place >> 7 & 7) << 4), &x, 2);
+    }
+}
+}  // namespace tl
+
 #include "../prefill/stores.cuh"
+#include "boxes.cuh"
 #include "rows.cuh"
 
 constexpr int WIDTH = 576, BLOCKS = 3, ELEMENTS = 64 * WIDTH;
@@ -107,6 +133,31 @@ template <int KEYS> static void copied(const char *name) {
     }
   });
   report(name, rings, [&](int key, int j, uint16_t x) { return x == (there(key) ? cache[key * WIDTH + j] : 0); });
+}
+
+// Pages of 48 keys, of which every fifth is one that the pool does not have.
+static void boxed(const char *name) {
+  constexpr int PAGE = 48, PAGES = BLOCKS * 64 / PAGE;
+  std::vector<uint16_t> cache(BLOCKS * ELEMENTS);
+  for (auto &x : cache) x = numbers();
+  auto page_of = [&](int key) { return key / PAGE % 5 == 3 ? PAGES + key % 2 : PAGES - 1 - key / PAGE; };
+  std::vector<Rings> rings(BLOCKS);
+  Full full;
+  run<16>([&](int thread, int) {
+    for (int i = 0; i < BLOCKS; i++) {
+      auto *left = rings[i].left(), *right = rings[i].right(), *ropes = rings[i].ropes();
+      auto map = [&](uint8_t *ring) { return CUtensorMap{cache.data(), PAGES, PAGE, 16, ring}; };
+      int key = 64 * i + thread / 32 * 16, page = page_of(key), row = key % PAGE;
+      mla::boxes::load<16, 4>(map(left), full, left, 0, page, row, thread);
+      mla::boxes::load<16, 1>(map(ropes), full, ropes, 512, page, row, thread);
+      mla::boxes::load<16, 4>(map(right), full, right, 256, page, row, thread);
+    }
+  });
+  if (full.expected != 2 * BLOCKS * ELEMENTS || full.come != full.expected) printf("%s: -1 0\n", name);
+  report(name, rings, [&](int key, int j, uint16_t x) {
+    int page = page_of(key);
+    return x == (page < PAGES ? cache[(page * PAGE + key % PAGE) * WIDTH + j] : 0);
+  });
 }
 
 // PAIR: by two programs, whose rings lie behind each other.
@@ -200,6 +251,7 @@ int main() {
   stored<128, true>("a tile");
   stored<64, false>("a tile, float16");
   copied<16>("copied");
+  boxed("boxes");
   widened<8, false, true, 3>("one scale");
   widened<8, false, false, 3>("one scale, float16");
   widened<16, true, true, 4>("records");

@@ -99,8 +99,8 @@ def assert_fits(launch: Any, name: str, constants: dict[str, Any], arguments: tu
                 assert known.setdefault(name_of_size, size) == size, (parameter, name_of_size)
 
 
-@pytest.mark.parametrize("page", [64, 16, 1, 128])
-def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
+@pytest.mark.parametrize(("page", "boxes"), [(64, 0), (48, 1), (24, 0), (1, 0), (128, 0)])
+def test_decoding_hands_kernels_what_they_are_made_for(launch, page, boxes) -> None:
     ints = torch.zeros(100, dtype=torch.int32)
     plans: list[dict[str, Any]] = [
         {}, {"lse": None}, {"batch": 1, "tokens": 1, "heads": 1}, {"plan": DecodeTiles(64, 64, 2, 3)},
@@ -112,7 +112,10 @@ def test_decoding_hands_kernels_what_they_are_made_for(launch, page) -> None:
         assert names in (["decode"], ["decode", "merge"])
         for name, constants, arguments in launch.given:
             assert_fits(launch, name, constants, arguments)
-        assert launch.given[0][1]["gather"] == (page % 64 != 0)
+        constants = launch.given[0][1]
+        assert constants["gather"] == (page % 64 != 0)
+        # A plan of one's own says nothing of rows, of which boxes are.
+        assert constants.get("boxes", False) == bool(boxes and constants["by_rows"])
 
 
 @pytest.mark.parametrize(("batch", "page", "ordered"), [(300, 64, 2), (300, 32, 0), (3, 64, 0), (300, 128, 0)])
@@ -243,8 +246,10 @@ def test_queries_and_outputs_that_no_descriptor_tells_of_are_copied(launch) -> N
 
 
 def test_pages_that_are_all_the_same_memory_are_copied_row_by_row(launch) -> None:
-    started(launch, decoding(kv=torch.zeros(1, 64, 1, 576, dtype=BF16).expand(9, 64, 1, 576)))
-    assert launch.given[0][1]["gather"]
+    for page in (64, 16):
+        started(launch, decoding(kv=torch.zeros(1, page, 1, 576, dtype=BF16).expand(9, page, 1, 576)))
+        assert launch.given[-1][1]["gather"]
+        assert "boxes" not in launch.given[-1][1]
 
 
 @pytest.mark.parametrize("plan", [None, PrefillPlan(64, 32, 1), PrefillPlan(64, 32, 1, 3)], ids=str)

@@ -18,7 +18,7 @@ import pytest
 import tilelang_mla
 
 KERNELS = Path(tilelang_mla.__file__).parent / "kernels" / "decode"
-OF_ROWS = ("copied", "one scale", "one scale, float16", "records")
+OF_ROWS = ("copied", "boxes", "one scale", "one scale, float16", "records")
 # What two programs widen for both.
 OF_TWO = ("one scale, for two", "records, for two")
 

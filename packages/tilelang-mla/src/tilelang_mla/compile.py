@@ -54,10 +54,12 @@ def wanted(
     for dtype in map(_DTYPES.__getitem__, dtypes):
         for dim_nope, dim_rope in latents:
             tiles, many = (decode_tiles(rows, dim_nope, dim_rope, None, _LIMITS) for rows in (1, 256))
-            # Pages of whole blocks, and of less; many rows where they have a kernel of their own.
-            own_kernels = [(own, page) for own in (tiles, *([many] if many.early else [])) for page in (own.block_n, 1)]
-            for own, page_size in own_kernels:
-                problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, page_size, page_size)
+            # Pages of whole blocks, of less that TMA brings in boxes, and others; many rows where these have their own.
+            problem = DecodeProblem(1, dim_nope, dim_rope, 1, 1, 1, 1)
+            pages = (tiles.block_n, *([16] if tiles.loads_boxes(replace(problem, page_size=16)) else []), 1)
+            every = itertools.product((tiles, *([many] if many.early else [])), pages)
+            for own, page_size in every:
+                problem = replace(problem, page_size=page_size)
                 yield "decode", decode_constants(problem, own, dtype)
                 if parallel:
                     yield "decode", decode_constants(replace(problem, per_token=True), own, dtype)

@@ -106,10 +106,12 @@ def kernels(*wanted: tuple[str, dict[str, Any]] | None) -> list[Any]:
 def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
     """What the decoding kernel is compiled for."""
     gather = problem.page_size % tiles.block_n != 0
+    boxes = gather and tiles.loads_boxes(problem)
     return {
         "dim_nope": problem.dim_nope, "dim_rope": problem.dim_rope, "dtype": dtype, "block_n": tiles.block_n,
         "num_stages": tiles.num_stages, "gather": gather, "per_token": problem.per_token,
         "by_rows": gather and tiles.loads_by_rows(problem), "early": tiles.asks_early(problem),
+        **({"boxes": True} if boxes else {}),
     }  # fmt: skip
 
 
@@ -117,7 +119,8 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
     """What the kernel over a cache of 8 bits is compiled for."""
     constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
     # Keys lie anywhere.
-    del constants["gather"], constants["early"]
+    for of_pages in ("gather", "early", "boxes"):
+        constants.pop(of_pages, None)
     constants["by_rows"] = tiles.loads_by_rows(problem)
     if tiles.keys_are_rows(problem):
         constants["block_m"] = tiles.block_m
@@ -184,6 +187,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
         constants = decode_constants(problem, tiles, q.dtype)
         if not by_tma:
             by_rows = tiles.loads_by_rows(problem)
+            constants.pop("boxes", None)
             constants |= {"gather": True, "by_rows": by_rows, "early": by_rows and constants["early"]}
     num_parts = tiles.num_parts(batch)
     merged = num_parts > batch

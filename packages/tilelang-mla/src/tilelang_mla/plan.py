@@ -36,6 +36,8 @@ _RAW_STAGES, _SCALES = 3, 80
 # Of the kernel whose rows of MMA are keys: latents, keys of a block and of a stage, and the most stages: more than are
 # loaded in the time of a block show nothing.
 _LATENT, _ROPE, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 64, 128, 64, 5
+# Keys of a page that TMA brings at once; 8 at once take longer than one by one (266 us for 263, pages of 64 254; H100).
+_BOX = 16
 # Of 64 rows the accumulators leave no registers to widen keys in.
 _FEW_ROWS = 32
 # Rows of the kernel that widens no key; and elements of q side by side, two numbers of 8 bits each.
@@ -232,6 +234,10 @@ class DecodeTiles(Plan):
         bare = problem.dim_rope == 0 and not problem.cache
         right = problem.dim_nope == _LATENT and (problem.dim_rope == _ROPE or bare)
         return bool(self.by_rows) and right and (self.block_m, self.block_n) == (_ROWS, _OF_STAGE)
+
+    def loads_boxes(self, problem: DecodeProblem) -> bool:
+        """Whether such keys come by TMA, 16 at a time: of 16 bits, in pages of a multiple of as many."""
+        return not problem.cache and self.loads_by_rows(problem) and problem.page_size % _BOX == 0
 
     def widens_by_rows(self, problem: DecodeProblem) -> bool:
         """Whether keys of 8 bits are loaded by rows, and widened on their way."""

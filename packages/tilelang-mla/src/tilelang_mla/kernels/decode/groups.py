@@ -36,6 +36,8 @@ class Sizes(NamedTuple):
 
     paired: two programs, of tiles of rows side by side, are a cluster; each widens half of a block's keys, for both.
 
+    boxes: keys of a page that is no whole block come by TMA, 16 at once.
+
     joined: two programs are a cluster that have the two parts of a list: they exchange halves of what they have
     accumulated, and no other kernel merges parts.
     """
@@ -55,6 +57,7 @@ class Sizes(NamedTuple):
     early: bool = False
     paired: bool = False
     joined: bool = False
+    boxes: bool = False
 
     @property
     def clustered(self) -> bool:

@@ -46,15 +46,20 @@ _SCORES, _VALUES, _PRODUCER = 0, 1, 2
 def attend(
     T: Any, *, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int, gather: bool,
     serial: bool = False, per_token: bool = False, by_rows: bool = False, early: bool = False,
+    boxes: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel.
 
     gather: rows of a block may lie in many pages and are loaded one by one; else a block is one piece of a page of a
     multiple of ``block_n`` tokens. A page that the pool does not have reads as zeros either way. The kernel's
     ``scale`` is that of a softmax of powers of two, and above 0. per_token: ``seqlens_k`` is [batch, tokens], the keys
-    that each query token sees, in place of the causal rule. by_rows: such rows are loaded by rows.cuh.
+    that each query token sees, in place of the causal rule. by_rows: such rows are loaded by rows.cuh, or,
+    with ``boxes`` and a ``page_size`` that is a multiple of 16, by boxes.cuh.
     """
-    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather, by_rows=by_rows and gather, early=early)
+    boxes = boxes and not serial
+    gather = gather and not boxes
+    by_rows = by_rows and gather
+    S = Sizes(dim_nope, dim_rope, dtype, block_n, num_stages, gather, by_rows=by_rows, early=early, boxes=boxes)
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
     columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))
     num_pieces = T.dynamic("num_pieces")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tilelang_mla.kernels.common import GROUP, LN_2, log_of_sum, macro
+from tilelang_mla.kernels.decode.boxes import TEXT as TEXT_OF_BOXES
 from tilelang_mla.kernels.decode.groups import SHARED, TAKEN, Launch, Work, read_work
 from tilelang_mla.kernels.decode.limits import is_per_token, limit_of, seen_by, unmasked_keys
 from tilelang_mla.kernels.decode.loads import row_of
@@ -125,7 +126,9 @@ def options_of(S: Any, serial: bool) -> dict[str, Any]:
     if serial:
         return {"threads": 1}
     options: dict[str, Any] = {"threads": (5 if S.keys_are_rows else 2 + S.loaders) * GROUP}
-    if S.keys_are_rows or S.by_rows:
+    if S.boxes:
+        options["prelude"] = TEXT_OF_BOXES
+    elif S.keys_are_rows or S.by_rows:
         options["prelude"] = TEXT if S.keys_are_rows else (TEXT_OF_HALVES if S.loaders == 2 else "") + TEXT_BY_ROWS
     if S.clustered:
         options["cluster_dims"] = 2

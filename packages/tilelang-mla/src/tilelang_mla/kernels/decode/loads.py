@@ -1,6 +1,7 @@
 """Loads of key blocks to shared memory, by TMA where a block lies in one page, else row by row."""
 
-from tilelang_mla.kernels.common import macro
+from tilelang_mla.kernels.common import GROUP, macro
+from tilelang_mla.kernels.decode.schedule import OF_PRODUCER
 
 # For copies that nothing waits for but a barrier.
 _ASYNC = {"parallel_prefer_async": True, "parallel_async_without_async_commit_wait": True}
@@ -78,3 +79,31 @@ def load_rows(T, kv, memory, ring, stage, begin, slot):
                 kv[T.max(at_page[slot, i], 0), at_row[slot, i], begin + i_piece * piece + j],
                 T.cast(0, ring.dtype),
             )
+
+
+@macro
+def gather_block(T, S, inputs, memory, barriers, work, at_hand, step, stage, phase, thread):
+    """A block whose keys lie anywhere, by asynchronous copies of a row each; returns where the next block's are.
+
+    A thread looks one of them up while this block comes: a table's entries take longer than copies to be issued.
+    """
+    T.sync_threads(OF_PRODUCER, GROUP)
+    if thread < S.block_n:
+        memory.at_page[0, thread] = at_hand[0]
+        memory.at_row[0, thread] = at_hand[1]
+    T.sync_threads(OF_PRODUCER, GROUP)
+    next_key = (work.first + step + 1) * S.block_n + thread
+    next_page, next_row = row_of(T, inputs, work.sequence, next_key, work.length)
+    T.barrier_wait(barriers.left_empty[stage], phase)
+    load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
+    if S.dim_rope:
+        load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
+    T.cp_async_barrier_noinc(barriers.left_full[stage])
+    if S.tells_valid:
+        if thread < S.block_n:
+            memory.valid[stage, thread] = T.cast(memory.at_page[0, thread] >= 0, T.uint8)
+        T.barrier_arrive(barriers.left_full[stage])
+    T.barrier_wait(barriers.right_empty[stage], phase)
+    load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
+    T.cp_async_barrier_noinc(barriers.right_full[stage])
+    return next_page, next_row

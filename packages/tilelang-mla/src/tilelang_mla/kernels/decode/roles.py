@@ -6,12 +6,13 @@ Barriers and the rings go on from part to part: ``done`` are the blocks of those
 from typing import Any
 
 from tilelang_mla.kernels.common import GROUP, LOG2_E, ROWS, macro, row_owners
+from tilelang_mla.kernels.decode.boxes import load_boxes, page_of
 from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.joins import is_whole, join_halves, join_sums, weigh_part
 from tilelang_mla.kernels.decode.limits import find_limits, find_limits_of_tokens, is_per_token, unmasked_keys
-from tilelang_mla.kernels.decode.loads import load_left, load_q, load_right, load_rows, row_of
+from tilelang_mla.kernels.decode.loads import gather_block, load_left, load_q, load_right, row_of
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
-from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, Owner, find_part, owner_of, part_of, tell_half
+from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_half
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_lse
 from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
@@ -70,7 +71,10 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
         # The page of the next block is looked up a block ahead: that takes as long as half a block.
         i_page = T.alloc_var(T.int32, init=-1)
         i_row = T.alloc_var(T.int32, init=0)
-        if not S.gather:
+        if S.boxes:
+            first_page = page_of(T, S, inputs, work, 0, thread)
+            i_page = first_page
+        elif not S.gather:
             if work.steps > 0:
                 first_column = T.alloc_var(T.int32, init=T.truncdiv(work.first * S.block_n, inputs.kv.shape[1]))
                 i_page = inputs.block_table[work.sequence, first_column]
@@ -104,6 +108,9 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
                 )
                 i_page = next_page
                 i_row = next_row
+            elif S.boxes:
+                page_behind = load_boxes(T, S, inputs, memory, barriers, work, i_page, step, stage, phase, thread)
+                i_page = page_behind
             else:
                 row = T.alloc_var(T.int32, init=T.truncmod(first_key, inputs.kv.shape[1]))
                 T.barrier_wait(barriers.left_empty[stage], phase)
@@ -129,34 +136,6 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
         # As the others do.
         T.cluster_sync()
         T.cluster_sync()
-
-
-@macro
-def gather_block(T, S, inputs, memory, barriers, work, at_hand, step, stage, phase, thread):
-    """A block whose keys lie anywhere, by asynchronous copies of a row each; returns where the next block's are.
-
-    A thread looks one of them up while this block comes: a table's entries take longer than copies to be issued.
-    """
-    T.sync_threads(OF_PRODUCER, GROUP)
-    if thread < S.block_n:
-        memory.at_page[0, thread] = at_hand[0]
-        memory.at_row[0, thread] = at_hand[1]
-    T.sync_threads(OF_PRODUCER, GROUP)
-    next_key = (work.first + step + 1) * S.block_n + thread
-    next_page, next_row = row_of(T, inputs, work.sequence, next_key, work.length)
-    T.barrier_wait(barriers.left_empty[stage], phase)
-    load_rows(T, inputs.kv, memory, memory.k_l, stage, 0, 0)
-    if S.dim_rope:
-        load_rows(T, inputs.kv, memory, memory.k_rope, stage, S.dim_nope, 0)
-    T.cp_async_barrier_noinc(barriers.left_full[stage])
-    if S.tells_valid:
-        if thread < S.block_n:
-            memory.valid[stage, thread] = T.cast(memory.at_page[0, thread] >= 0, T.uint8)
-        T.barrier_arrive(barriers.left_full[stage])
-    T.barrier_wait(barriers.right_empty[stage], phase)
-    load_rows(T, inputs.kv, memory, memory.k_r, stage, S.half, 0)
-    T.cp_async_barrier_noinc(barriers.right_full[stage])
-    return next_page, next_row
 
 
 @macro

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kernel_reference.testing.guards import (
     assert_bitwise_equal,
+    assert_same_bits,
     bitwise_equal,
     canaried,
     guarded,
@@ -175,3 +178,14 @@ def test_an_input_keeps_its_bits_between_guards(dtype: torch.dtype, device: torc
     assert_bitwise_equal(place.tensor, given)
     assert place.tensor.stride() == (12, 1)
     place.check()
+
+
+def test_all_tensors_in_results_are_compared_and_results_that_hide_theirs_are_refused() -> None:
+    x = torch.randn(3)
+    assert_same_bits((x, [x + 1]), (x.clone(), [x + 1]))
+    assert_same_bits(None, None)
+    for other, why in (((x, [x]), "tensor 1 is not bit for bit"), ((x,), "2 tensors, should be 1")):
+        with pytest.raises(AssertionError, match=why):
+            assert_same_bits((x, [x + 1]), other)
+    with pytest.raises(AssertionError, match="nothing would be compared"):
+        assert_same_bits(SimpleNamespace(x=x), SimpleNamespace(x=x))

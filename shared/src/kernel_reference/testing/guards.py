@@ -193,6 +193,8 @@ def tensors_in(results: Any) -> list[torch.Tensor]:
 def assert_same_bits(actual: Any, expected: Any, what: str = "the result:") -> None:
     """:func:`assert_bitwise_equal` of all tensors in results, as many of them in the one as in the other."""
     seen, wanted = tensors_in(actual), tensors_in(expected)
+    if not wanted and any(leaf is not None for leaf in tree_leaves(expected)):
+        raise AssertionError(f"{what} no tensor in {expected!r}: nothing would be compared")
     if len(seen) != len(wanted):
         raise AssertionError(f"{what} {len(seen)} tensors, should be {len(wanted)}")
     for position, (one, other) in enumerate(zip(seen, wanted, strict=True)):

@@ -246,14 +246,16 @@ def test_scattered_rows_are_walked_a_block_at_a_time_on_sm_90() -> None:
         assert plan_attention(replace(other, scattered=True), H200) == replace(pattern, as_free=True)
 
 
-def test_programs_take_tiles_as_they_come_free_on_sm_90_where_that_was_timed_to_win() -> None:
-    """Tiles of 128 keys, but of blocks of 16, and heads of 128 over blocks of 64 and more."""
+def test_programs_take_tiles_as_they_come_free_on_sm_90_but_tiles_of_64_keys_of_one_prompt() -> None:
+    """Of heads of 64, of 72 to 96 and of more than 128, over blocks of whole tiles."""
     short = {"entries": 5 * PROMPT.rows}
     for change, as_free in (
         ({}, True), (short, True), ({"head_dim": 64, "head_dim_v": 64}, True), ({"k_block": 32}, True),
         ({"head_dim": 96, "head_dim_v": 96}, True), ({"q_block": 48, "k_block": 96}, True),
-        ({"head_dim": 96, "head_dim_v": 96} | short, False), ({"k_block": 32} | short, False),
-        ({"head_dim": 192, "head_dim_v": 192}, False), ({"q_block": 16, "k_block": 16}, False),
+        ({"head_dim": 96, "head_dim_v": 96} | short, False), ({"k_block": 32} | short, True),
+        ({"head_dim": 64, "head_dim_v": 64} | short, False), ({"head_dim": 192, "head_dim_v": 192}, False),
+        ({"q_block": 16, "k_block": 16}, True), ({"head_dim": 96, "head_dim_v": 96, "sequences": 4} | short, True),
+        ({"head_dim": 192, "head_dim_v": 192, "sequences": 4}, True),
     ):  # fmt: skip
         assert plan_attention(replace(PROMPT, **change), H200).as_free == as_free, change
 

@@ -142,7 +142,9 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
             calls = launches(kind, tensors_of[kind], numbers, plan)
             yield from (KernelSpec.of_launch(*call, name=f"{name}, {kind}") for call in calls)
 
-    def states(name: str, heads: Heads, dtype: torch.dtype, *, keeps: bool) -> Iterator[KernelSpec]:
+    def states(
+        name: str, heads: Heads, dtype: torch.dtype, *, keeps: bool, in_lanes: bool = False
+    ) -> Iterator[KernelSpec]:  # fmt: skip
         """States alone and, of packed sequences, what fills in those of empty ones."""
         tokens, sequences, num_heads = 8192, 4, heads.num_heads
         k, v = (empty(tokens, num_heads, size, dtype=dtype) for size in (heads.head_qk, heads.head_v))
@@ -150,7 +152,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         state = empty(sequences, num_heads, heads.head_qk, heads.head_v, dtype=torch.float32)
         t = tensors.State(k, v, rates, cu, state, state)
         problem = packed_arguments.check_state(t, 1.0, False, False)
-        plan = plan_state(heads, dtype == torch.float32, limits)
+        plan = plan_state(heads, dtype == torch.float32, limits, in_lanes, in_lanes)
         calls = recorded_launches(packed_launch.prepare_state(problem, plan, t), t)
         if keeps:
             packed = tensors.Packed(k, k, v, rates, cu, state, torch.empty_like(v), state)
@@ -198,6 +200,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from recurrent("MiniMax-01", MINIMAX, 4, decoding, "verify", *others)
     yield from recurrent("head sizes of 256", WIDE, 16, wide_decoding, "verify")
     if limits.hopper:
+        yield from states("for sm_90", MINIMAX, torch.bfloat16, keeps=False, in_lanes=True)
         tokens = replace(decoding, hopper=True)
         yield from recurrent("for sm_90, head sizes of 256", WIDE, 16, replace(tokens, block_e=32), "verify")
         yield from recurrent("for sm_90", MINIMAX, 4, tokens, "verify", "decode")

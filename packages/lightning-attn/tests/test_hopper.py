@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from kernel_reference.testing import gluon
-from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.guards import assert_bitwise_equal, canaried, poison_
 from lightning_attn import apart, halves, launch
 from lightning_attn import tensors as groups
+from lightning_attn.packed import arguments as packed_arguments
+from lightning_attn.packed import launch as packed_launch
+from lightning_attn.packed.plan import StatePlan
 from lightning_attn.plan import DecodePlan, PrefillPlan
 from lightning_attn.trees import arguments as tree_arguments
 from lightning_attn.trees import launch as tree_launch
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.simulated
 KERNELS = (
     "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_apart", "hopper_step", "hopper_chain", "chunked",
     "recurrent", "trees", "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts",
-    "hopper_float32_step", "hopper", "hopper_tokens", "hopper_float32",
+    "hopper_float32_step", "states", "hopper_remembered", "hopper", "hopper_tokens", "hopper_float32",
 )  # fmt: skip
 
 
@@ -68,7 +71,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, shadows: Sequence[ModuleType], d
                 return lambda *tensors: gluon.launch(shadow, grid[0], *tensors, *rest)
         return others(kernel, grid, rest, *more, **options)
 
-    monkeypatch.setattr(launch, "TmaLaunch", Launch)
+    for module in (launch, packed_launch):
+        monkeypatch.setattr(module, "TmaLaunch", Launch)
     monkeypatch.setattr(launch, "Launch", launch_without_tma)
     monkeypatch.setattr(apart, "Launch", launch_without_tma)
     monkeypatch.setattr(halves, "Launch", launch_without_tma)
@@ -416,3 +420,37 @@ def test_trees_on_sm_90_have_the_bits_of_their_paths(tensors, kernels) -> None:
         for i in sequences:
             assert_bitwise_equal(out[i, path], kernels.drafts(alone, alone.out.tensor)[i], what=f"a path of {i}")
     assert not out[2].any()
+
+
+@pytest.mark.parametrize("kind", ["few", "many", "dense", "reversed"])
+def test_states_of_what_is_remembered_are_those_of_the_recurrence(tensors, kind) -> None:
+    """In two lanes at most, of 64 tokens or more where that is not all; what a head does not remember is NaN."""
+    dtype, (d, e), lengths = torch.bfloat16, (72, 40), [0, 70, 1, 300, 0]
+    rates, remembered = torch.tensor([0.005, 0.1]), (300, 240)
+    if kind == "many":
+        lengths += [3] * 20
+    if kind in ("few", "many"):
+        ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        # Heads of k are shared, rows behind the last sequence nobody's.
+        k, v = (tensors.normal(ends[-1] + 3, heads, size, dtype=dtype) for heads, size in ((1, d), (2, e)))
+        cu = torch.tensor(ends, dtype=torch.int32)
+        for rows in (k, v):
+            poison_(rows[ends[-1] :])
+        for h, count in enumerate(remembered):
+            poison_(v[71 : 371 - count, h])
+    else:
+        k, v = (tensors.normal(2, 2, 300, size, dtype=dtype) for size in (d, e))
+        cu, lengths = None, [300, 300]
+        for h, count in enumerate(remembered):
+            for rows in (k, v):
+                poison_(rows[:, h, count:] if kind == "reversed" else rows[:, h, : 300 - count])
+    states = (len(lengths), 2, d, e)
+    initial = None if kind == "many" else tensors.normal(*states)
+    final, numbers = canaried(states, torch.float32, tensors.device), (0.7, False, kind == "reversed")
+    t = groups.State(k, v, rates, cu, initial, final.tensor)
+    problem = packed_arguments.check_state(t, *numbers)
+    packed_launch.prepare_state(problem, StatePlan(64, 64, 64, 64, 4, 2, lanes=2), t)(t)
+    final.check(written=True)
+    wanted = torch.ops.lightning_attn.state(k, v, rates, cu, initial, *numbers)
+    # It rounds nothing; values are rounded here once they are weighted.
+    assert (final.tensor - wanted).abs().max() < 2**-8 * wanted.abs().max()

@@ -43,6 +43,12 @@ class StateSizes(NamedTuple):
     REVERSED: bool
     WIDE: bool
     PRECISION: str
+    # Of those for sm_90: lanes of a head and sequence at most, and whether each has programs and places for as many;
+    # whether the second launch begins before the first has ended; warps of a program.
+    LANES: int = 0
+    BY_LANES: bool = False
+    DEPENDENT_LAUNCH: bool = False
+    WARPS: int = 4
 
 
 class SumStrides(NamedTuple):

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import torch
 
+from kernel_reference.checks import fail
 from kernel_reference.integers import cdiv, power_of_two_at_least
-from kernel_reference.launching import Launch, launch_nothing
+from kernel_reference.launching import Launch, TmaLaunch, by_alignment, launch_nothing
 from kernel_reference.together import compiled_together
 from lightning_attn import launch
 from lightning_attn.kernels import states
 from lightning_attn.kernels.schedule import RowStrides, StateStrides
 from lightning_attn.kernels.states import StateSizes, SumStrides
-from lightning_attn.launch import _NO_STATES, _keep_state, _prepare_prefill
+from lightning_attn.launch import _NO_STATES, _keep_state, _prepare_prefill, _tma_box
 from lightning_attn.packed.plan import StatePlan, StateProblem, plan_state
 from lightning_attn.plan import (
     BackwardProblem,
@@ -72,19 +73,37 @@ def prepare_packed_backward(
 
 
 def prepare_state(problem: StateProblem, plan: StatePlan | None, tensors: State) -> Callable[[State], None]:
-    """What makes states without outputs: one launch where no sequence can be longer than a segment, else two."""
+    """What makes states without outputs. Two plans are kept: slices of fused tensors may be 16-byte aligned or not."""
     device = tensors.k.device
     if problem.sequences == 0:
         return launch_nothing
     if problem.rows == 0:
         return lambda t: _keep_state(t.initial_state, t.final_state)
-    if plan is None:
-        plan = plan_state(problem.heads, problem.is_float32, launch.device_limits(device))
-    sizes = _state_sizes(problem, plan)
-    strides = SumStrides(
-        RowStrides.of(problem.k.strides), RowStrides.of(problem.v.strides), _state_strides(problem.initial),
-        _state_strides(problem.final), _state_strides(problem.final),
+
+    def make(aligned: bool) -> Callable[..., None]:
+        found = _plan_state(problem, plan, aligned, device)
+        return (_make_lanes if found.lanes else _make_segments)(problem, found, device)
+
+    run = by_alignment(make, slice(0, 2))
+    return compiled_together(
+        lambda t: run(t.k, t.v, t.slopes, t.cu_seqlens, t.initial_state, t.final_state), device
     )  # fmt: skip
+
+
+def _plan_state(problem: StateProblem, pinned: StatePlan | None, aligned: bool, device: torch.device) -> StatePlan:
+    """The caller's, if it has pinned one, else the device's."""
+    suits_tma = aligned and problem.suits_tma()
+    if pinned is None:
+        return plan_state(problem.heads, problem.is_float32, launch.device_limits(device), suits_tma, problem.forgets())
+    if pinned.lanes and not suits_tma:
+        wanted = "without lanes where k and v are not in 16 bits, 16-byte aligned, with strides of whole 16 bytes"
+        fail("plan", wanted, pinned)
+    return pinned
+
+
+def _make_segments(problem: StateProblem, plan: StatePlan, device: torch.device) -> Callable[..., None]:
+    """By the portable kernels: one launch where no sequence can be longer than a segment, else two."""
+    sizes, strides = _state_sizes(problem, plan), _sum_strides(problem)
     tiles = cdiv(sizes.D, sizes.BLOCK_D) * cdiv(sizes.E, sizes.BLOCK_E) * sizes.H
     whole = problem.rows // plan.segment
     if problem.ragged:
@@ -106,13 +125,59 @@ def prepare_state(problem: StateProblem, plan: StatePlan | None, tensors: State)
     )  # fmt: skip
     size = (partial if several else 0, sizes.H, sizes.D, sizes.E)
 
-    def run(t: State) -> None:
+    def run(k, v, slopes, cu, first, last):  # type: ignore[no-untyped-def]
         between = torch.empty(size, dtype=torch.float32, device=device)
-        sums(t.k, t.v, t.slopes, t.cu_seqlens, t.initial_state, t.final_state, between)
+        sums(k, v, slopes, cu, first, last, between)
         if several:
-            whole_sums(t.slopes, t.cu_seqlens, t.initial_state, t.final_state, between)
+            whole_sums(slopes, cu, first, last, between)
 
-    return compiled_together(run, device)
+    return run
+
+
+def _make_lanes(problem: StateProblem, plan: StatePlan, device: torch.device) -> Callable[..., None]:
+    """By the kernels for sm_90: a launch for lanes, and one that adds them up."""
+    from lightning_attn.kernels import hopper_remembered
+
+    heads, most = problem.heads, min(plan.lanes, cdiv(problem.rows, plan.segment))
+    items = slots = problem.sequences * most
+    whole = problem.rows // plan.segment
+    by_lanes = not problem.ragged or items <= whole + problem.sequences
+    if not by_lanes:
+        items, slots = whole + problem.sequences, whole + min(problem.sequences, whole)
+    sizes = _state_sizes(problem, plan)._replace(
+        LANES=plan.lanes, BY_LANES=by_lanes, DEPENDENT_LAUNCH=plan.dependent_launch
+    )  # fmt: skip
+    strides = _sum_strides(problem)._replace(k=None, v=None)
+    counts = (problem.rows, problem.sequences, problem.reach)
+    boxes = [_tma_box(operand, plan.chunk, 64) for operand in (problem.k, problem.v)]
+    # Two programs an SM.
+    more = {"maxnreg": 128} if heads.head_qk <= 128 else {}
+    sums = TmaLaunch(
+        hopper_remembered.lane_states, (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * items, 1, 1),
+        (*counts, problem.scale, strides._replace(initial=None), sizes), device, boxes, num_warps=plan.num_warps,
+        **more,
+    )  # fmt: skip
+    small = sizes._replace(BLOCK_E=16)
+    tiles = cdiv(sizes.D, small.BLOCK_D) * cdiv(sizes.E, small.BLOCK_E) * sizes.H
+    added = Launch(
+        hopper_remembered.what_is_remembered, (tiles * problem.sequences, 1, 1), (*counts, strides, small), device,
+        num_warps=4, dependent_launch=plan.dependent_launch,
+    )  # fmt: skip
+    size = (slots if problem.rows > plan.segment else 0, sizes.H, sizes.D, sizes.E)
+
+    def run(k, v, slopes, cu, first, last):  # type: ignore[no-untyped-def]
+        between = torch.empty(size, dtype=torch.float32, device=device)
+        sums(k, v, slopes, cu, last, between)
+        added(slopes, cu, first, last, between)
+
+    return run
+
+
+def _sum_strides(problem: StateProblem) -> SumStrides:
+    return SumStrides(
+        RowStrides.of(problem.k.strides), RowStrides.of(problem.v.strides), _state_strides(problem.initial),
+        _state_strides(problem.final), _state_strides(problem.final),
+    )  # fmt: skip
 
 
 def _state_sizes(problem: StateProblem, plan: StatePlan) -> StateSizes:

@@ -79,6 +79,8 @@ LANGUAGE: dict[str, Any] = {
     "fma": lambda x, y, z: Value((in_64_bits(x) * in_64_bits(y) + in_64_bits(z)).float()),
     "abs": lambda x: Value(torch.abs(x.data)),
     "floor": lambda x: Value(torch.floor(x.data)),
+    "ceil": lambda x: Value(torch.ceil(x.data)),
+    "div_rn": lambda x, y: x / y,
     "sqrt": lambda x: Value(torch.sqrt(x.data)),
     "rsqrt": lambda x: Value(torch.rsqrt(x.data)),
     "max": lambda x, axis: Value(x.data.amax(axis)),

@@ -184,6 +184,8 @@ def atomic_add(pointer: Pointer, value: Any, mask: Any = True, sem: str = "acq_r
 def select(condition: Any, a: Any, b: Any) -> Any:
     if not isinstance(condition, Value):
         return a if condition else b
+    if isinstance(a, Pointer):
+        return a if bool(condition.data) else b
     return Value(torch.where(condition.data, *promoted(raw(a), raw(b))))
 
 

@@ -626,7 +626,7 @@ def test_shared_memory_of_prefill_is_what_plans_say_and_what_a_block_may_have(te
 
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    [("prefill", PREFILL["DeepSeek"]), ("decode", DECODE["no powers of two, pages of any size"])],
+    [("prefill", PREFILL["DeepSeek"]), ("decode_8bit", DECODE_8BIT["one scale"])],
     ids=["prefill", "decoding"],
 )
 def test_buffers_of_different_roles_lie_apart(text, name, kernel) -> None:

@@ -36,9 +36,23 @@ def line_of(lengths: Sequence[int], shares: int, rows: int) -> tuple[int, list[P
     extents = [max(1, n) + OVERHEAD for n in blocks]
     total = sum(extents)
     size = max(cdiv(total, shares), int(math.sqrt(total * rows / 1024)))
-    whole = cdiv(len(lengths), shares) * extents[0]
-    if len(lengths) * extents[0] == total and whole - size <= shares * rows // 1024:
-        size = whole
+    turns, merging = cdiv(len(lengths), shares), min(cdiv(total, size), shares) * rows // 1024
+    idle = size * (merging if rows <= 64 else 1) // 32
+    alike, near = len(set(extents)) == 1, max(extents) <= size + size // 2 + 10
+    sortable = merging >= 2 and 1 < turns <= 8 and len(lengths) <= (384 if merging >= 4 else 256)
+    limit = size + 2 + 2 * alike + (merging + 1 - alike) // 2 + idle
+    if near and turns * max(extents) <= limit and (alike or not sortable):
+        size, extents = turns * max(extents), [max(extents)] * len(extents)
+    elif near and sortable:
+        # The longest first, by turns, there and back.
+        order = sorted(range(len(lengths)), key=lambda b: -extents[b])
+        by_turns = [order[turn * shares : (turn + 1) * shares] for turn in range(turns)]
+        share_of = {}
+        for turn, taken in enumerate(by_turns):
+            share_of |= {b: shares - 1 - i if turn % 2 else i for i, b in enumerate(taken)}
+        sizes = [sum(extents[b] for b in share_of if share_of[b] == share) for share in range(shares)]
+        if max(sizes) <= size + merging + merging // 2 - 2 + idle:
+            return max(sizes), [Piece(share_of[b], b, 0, n) for b, n in enumerate(blocks)]
     pieces, low = [], 0
     for b, extent in enumerate(extents):
         begin, end = low + OVERHEAD, low + extent
@@ -114,6 +128,12 @@ CUTS: dict[str, tuple[list[int], int, int]] = {
     "alike": ([320] * 9, 2, 9),
     "alike, two a share": ([320] * 8, 2, 4),
     "alike, with a share to spare": ([640] * 8, 128, 9),
+    "nearly alike": ([600, 640, 500, 577, 640, 0], 2, 6),
+    "nearly alike, two a share": ([600, 640, 500, 577, 640, 0, 641], 2, 4),
+    "not that alike": ([600, 640, 1800, 577, 640, 0], 2, 6),
+    "by length": ([(37 * i) % 700 for i in range(64)], 64, 32),
+    "by length, four tiles of rows": ([(37 * i) % 300 for i in range(18)], 200, 17),
+    "by length, if one were not too long": ([*((37 * i) % 300 for i in range(17)), 900], 200, 17),
     "nothing": ([0, 0, 0], 1, 5),
     "two tiles of rows": ([500, 64, 3, 700], 70, 4),
     "many rows to merge": ([640] * 3, 128, 30),

@@ -227,6 +227,8 @@ class Memory(NamedTuple):
     """Shared memory: q and rings of key blocks, as left and right half of the latent and rope; what roles exchange.
 
     raw: what comes from a cache of 8 bits, before it is widened. valid: whether the keys of a stage are any, of lists.
+    sizes, by_size: where programs look for them, how long sequences are, and then in its place which they are, the
+    longest first.
     """
 
     q_l: Any
@@ -244,6 +246,8 @@ class Memory(NamedTuple):
     share: Any
     raw: Any = None
     valid: Any = None
+    sizes: Any = None
+    by_size: Any = None
 
 
 class Barriers(NamedTuple):

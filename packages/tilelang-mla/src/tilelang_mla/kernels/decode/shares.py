@@ -10,7 +10,7 @@ sequences, which are whole, programs may only look which are long.
 from typing import Any
 
 from tilelang_mla.kernels.common import macro
-from tilelang_mla.kernels.decode.groups import SHARED, TAKEN, write_work
+from tilelang_mla.kernels.decode.groups import MOST_TURNS, SHARED, TAKEN, write_work
 from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, capacity_of, length_of, place_of, places_taken
 
 # Threads that add up lengths, at most, and how many of their sums one adds up.
@@ -19,9 +19,17 @@ _LANES, _TOGETHER = 64, 8
 _LINE = 2**30
 # Rows of partial results that are written and read again by all programs together in the time of a block.
 _MERGED_ROWS = 1024
+# What cutting takes beside merging, in blocks, of sequences of one length two more; which part of a share programs may
+# be idle for a block of merging; and how much longer than a share and a half none may be that is left whole.
+_CUTTING, _IDLE, _FAR = 2, 32, 10
+# Sequences that programs sort by their lengths, at most, and turns that they take them in; the longest that counts.
+MOST_SORTED, _MOST_TURNS, _MOST_EXTENT = 384, 8, 2**14
 # What is known of a program's share: its first and last sequence, where the first begins on the line, and its size; the
-# most blocks that a sequence counts for; and the number of the share, and of its tile of rows.
-_FIRST, _LAST, _LOW, _SIZE, _MOST, _NUMBER, _TILE = range(TAKEN)
+# most blocks that a sequence counts for; the number of the share, and of its tile of rows; the least blocks that one
+# counts for; how long shares of whole sequences may be, 0 of cut ones, and which such a share has.
+_FIRST, _LAST, _LOW, _SIZE, _MOST, _NUMBER, _TILE, _LEAST, _LIMIT, _TURNS = range(TAKEN + 3)
+# Beside it, where programs share a batch or take few turns: sums of eight lanes, and the longest sequences of theirs.
+_SUMS, _LONGEST = TAKEN + MOST_TURNS - 2 * _TOGETHER, TAKEN + MOST_TURNS - _TOGETHER
 
 
 def lanes_of(S: Any) -> int:
@@ -38,16 +46,11 @@ def overhead_of(S: Any) -> int:
     return 2 if S.ahead else 1
 
 
-def cutting_of(T: Any, S: Any, shares: Any, rows: Any) -> Any:
-    """What it takes to cut sequences of one length, in blocks."""
-    return T.truncdiv((1 if S.ahead else 2) * shares * rows, _MERGED_ROWS)
-
-
 @macro
-def extent_of(T, S, inputs, i_b, most):
+def extent_of(T, S, inputs, i_b, most, least):
     """A sequence's keys, none if their number cannot be; their blocks; and how long it is on the line.
 
-    most: blocks that it counts for there.
+    most, least: blocks that it counts for there. Who has no keys has a part too, which writes zeros.
     """
     capacity = capacity_of(T, inputs)
     length = T.alloc_var(T.int32, init=length_of(T, inputs, i_b))
@@ -56,8 +59,7 @@ def extent_of(T, S, inputs, i_b, most):
     blocks = T.alloc_var(T.int32, init=T.truncdiv(length, S.block_n))
     if length > blocks * S.block_n:
         blocks = blocks + 1
-    # Who has no keys has a part too, which writes zeros.
-    extent = T.alloc_var(T.int32, init=T.max(T.min(blocks, most), 1) + overhead_of(S))
+    extent = T.alloc_var(T.int32, init=T.max(T.min(blocks, most), least) + overhead_of(S))
     return length, blocks, extent
 
 
@@ -76,6 +78,102 @@ def find_share(T, S, launch, inputs, memory, thread, serial):
     for lane in T.serial(lanes if serial else 1):
         look_for_share(T, S, launch, inputs, memory, most, each, lane if serial else thread)
     T.sync_threads()
+    if S.ahead:
+        if memory.share[_LIMIT] > 0:
+            take_by_length(T, S, launch, inputs, memory, thread, serial)
+
+
+@macro
+def take_by_length(T, S, launch, inputs, memory, thread, serial):
+    """Whole sequences by turns in snake order, the longest first, if no share of them is longer than the limit."""
+    batch = inputs.block_table.shape[0]
+    shares = T.alloc_var(T.int32, init=T.truncdiv(launch.num_programs, launch.row_tiles))
+    for i in T.serial(batch if serial else 1):
+        note_extent(T, S, inputs, memory, i if serial else thread)
+    T.sync_threads()
+    if serial:
+        for i in T.serial(batch):
+            place_of_all = place_by_length(T, memory, batch, i)
+            memory.by_size[place_of_all] = T.cast(i, T.int16)
+    else:
+        place = T.alloc_var(T.int32, init=0)
+        if thread < batch:
+            own_place = place_by_length(T, memory, batch, thread)
+            place = own_place
+        T.sync_threads()
+        if thread < batch:
+            memory.by_size[place] = T.cast(thread, T.int16)
+    T.sync_threads()
+    for i in T.serial(shares if serial else 1):
+        weigh_turns(T, S, inputs, memory, shares, i if serial else thread)
+    T.sync_threads()
+    for i in T.serial(_MOST_TURNS if serial else 1):
+        note_turn(T, inputs, memory, shares, i if serial else thread)
+    T.sync_threads()
+
+
+@macro
+def note_extent(T, S, inputs, memory, i_b):
+    if i_b < inputs.block_table.shape[0]:
+        length, blocks, extent = extent_of(T, S, inputs, i_b, _MOST_EXTENT, 1)
+        memory.sizes[i_b] = T.cast(extent, T.int16)
+
+
+@macro
+def place_by_length(T, memory, batch, i_b):
+    """How many sequences come before one: longer ones, and of those as long as it is those of lower numbers."""
+    place = T.alloc_var(T.int32, init=0)
+    own = T.alloc_var(T.int32, init=T.cast(memory.sizes[i_b], T.int32))
+    for i in T.unroll(i_b, unroll_factor=8):
+        if T.cast(memory.sizes[i], T.int32) >= own:
+            place = place + 1
+    for i in T.unroll(batch - i_b - 1, unroll_factor=8):
+        if T.cast(memory.sizes[i_b + 1 + i], T.int32) > own:
+            place = place + 1
+    return place
+
+
+def place_of_turn(T: Any, shares: Any, number: Any, turn: Any) -> Any:
+    """Snake order, as programs take the parts of a plan."""
+    return turn * shares + T.if_then_else(turn % 2 == 0, number, shares - 1 - number)
+
+
+@macro
+def weigh_turns(T, S, inputs, memory, shares, number):
+    """How long a share of whole sequences is: sequences are cut if one is too long."""
+    batch = inputs.block_table.shape[0]
+    if number < shares:
+        size = T.alloc_var(T.int32, init=0)
+        for turn in T.unroll(T.truncdiv(batch + shares - 1, shares), unroll_factor=1):
+            place = T.alloc_var(T.int32, init=place_of_turn(T, shares, number, turn))
+            if place < batch:
+                i_b = T.alloc_var(T.int32, init=T.cast(memory.by_size[place], T.int32))
+                length, blocks, extent = extent_of(T, S, inputs, i_b, _MOST_EXTENT, 1)
+                size = size + extent
+        # Whoever finds so writes the same, and who reads that finds so too.
+        if size > memory.share[_LIMIT]:
+            memory.share[_LIMIT] = 0
+
+
+@macro
+def note_turn(T, inputs, memory, shares, turn):
+    batch = inputs.block_table.shape[0]
+    if turn < _MOST_TURNS:
+        number = T.alloc_var(T.int32, init=memory.share[_NUMBER])
+        place = T.alloc_var(T.int32, init=place_of_turn(T, shares, number, turn))
+        if place < batch:
+            memory.share[_TURNS + turn] = T.cast(memory.by_size[place], T.int32)
+
+
+@macro
+def turns_by_length(T, launch, inputs, memory):
+    """How many whole sequences a share has."""
+    batch = inputs.block_table.shape[0]
+    shares = T.alloc_var(T.int32, init=T.truncdiv(launch.num_programs, launch.row_tiles))
+    turns = T.alloc_var(T.int32, init=T.truncdiv(batch, shares))
+    if place_of_turn(T, shares, memory.share[_NUMBER], turns) < batch:
+        turns = turns + 1
+    return turns
 
 
 @macro
@@ -84,19 +182,33 @@ def add_lengths(T, S, inputs, memory, most, each, lane):
     batch = inputs.block_table.shape[0]
     if lane < lanes_of(S):
         own = T.alloc_var(T.int32, init=0)
+        if S.ahead:
+            longest = T.alloc_var(T.int32, init=0)
         for i in T.unroll(T.min(each, batch - lane * each), unroll_factor=4):
-            length, blocks, extent = extent_of(T, S, inputs, lane * each + i, most)
+            length, blocks, extent = extent_of(T, S, inputs, lane * each + i, most, 1)
             own = own + extent
+            if S.ahead:
+                longest = T.max(longest, extent)
         memory.at_page[0, lane] = own
+        if S.ahead:
+            memory.at_row[0, lane] = longest
 
 
 @macro
 def add_sums(T, S, memory, lane):
     if lane < lanes_of(S) // _TOGETHER:
         together = T.alloc_var(T.int32, init=0)
+        if S.ahead:
+            longest = T.alloc_var(T.int32, init=0)
         for i in T.serial(_TOGETHER):
             together = together + memory.at_page[0, lane * _TOGETHER + i]
-        memory.at_row[0, lane] = together
+            if S.ahead:
+                longest = T.max(longest, memory.at_row[0, lane * _TOGETHER + i])
+        if S.ahead:
+            memory.share[_SUMS + lane] = together
+            memory.share[_LONGEST + lane] = longest
+        else:
+            memory.at_row[0, lane] = together
     if lane == 0:
         # Of a program behind the end of the line.
         memory.share[_FIRST] = 0
@@ -111,6 +223,10 @@ def look_for_share(T, S, launch, inputs, memory, most, each, lane):
         total, before = sums_before(T, S, memory, lane)
         low = T.alloc_var(T.int32, init=before)
         size = size_of_share(T, S, launch, inputs, most, total)
+        if S.ahead:
+            line = (size, total, before)
+            size, least, total, own, own_low, limit = leave_whole(T, S, launch, inputs, memory, each, lane, line)
+            low = own_low
         number = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, launch.row_tiles))
         begin = T.alloc_var(T.int32, init=number * size)
         last = T.alloc_var(T.int32, init=T.min(begin + size, total) - 1)
@@ -119,10 +235,13 @@ def look_for_share(T, S, launch, inputs, memory, most, each, lane):
             memory.share[_MOST] = most
             memory.share[_NUMBER] = number
             memory.share[_TILE] = launch.i_program - number * launch.row_tiles
-        if low <= last and begin < low + memory.at_page[0, lane]:
+            if S.ahead:
+                memory.share[_LEAST] = least
+                memory.share[_LIMIT] = limit
+        if low <= last and begin < low + (own if S.ahead else memory.at_page[0, lane]):
             # Not unrolled: what runs once takes the time of its instructions' way from memory.
             for i in T.unroll(T.min(each, batch - lane * each), unroll_factor=1):
-                length, blocks, extent = extent_of(T, S, inputs, lane * each + i, most)
+                length, blocks, extent = extent_of(T, S, inputs, lane * each + i, most, least if S.ahead else 1)
                 if low <= begin and begin < low + extent:
                     memory.share[_FIRST] = lane * each + i
                     memory.share[_LOW] = low
@@ -187,6 +306,11 @@ def look_for_turns(T, S, launch, inputs, memory, each, lane):
                     which = which - alike
 
 
+def sum_of(S: Any, memory: Any, i: Any) -> Any:
+    """The sum of eight lanes."""
+    return memory.share[_SUMS + i] if S.ahead else memory.at_row[0, i]
+
+
 @macro
 def sums_before(T, S, memory, lane):
     """The sum of all lanes, and of those before one."""
@@ -194,8 +318,8 @@ def sums_before(T, S, memory, lane):
     low = T.alloc_var(T.int32, init=0)
     for i in T.serial(lanes_of(S) // _TOGETHER):
         if i < T.truncdiv(lane, _TOGETHER):
-            low = low + memory.at_row[0, i]
-        total = total + memory.at_row[0, i]
+            low = low + sum_of(S, memory, i)
+        total = total + sum_of(S, memory, i)
     for i in T.unroll(T.truncmod(lane, _TOGETHER), unroll_factor=1):
         low = low + memory.at_page[0, T.truncdiv(lane, _TOGETHER) * _TOGETHER + i]
     return total, low
@@ -209,13 +333,62 @@ def size_of_share(T, S, launch, inputs, most, total):
     size = T.alloc_var(T.int32, init=T.truncdiv(total + shares - 1, shares))
     least = T.sqrt(T.cast(total, T.float32) * T.cast(rows, T.float32) * T.float32(1 / _MERGED_ROWS))
     size = T.max(size, T.cast(least, T.int32))
-    # Sequences of one length, which may be left whole: the most of a share against a share and the merging.
-    length, blocks, extent = extent_of(T, S, inputs, 0, most)
-    if T.cast(batch, T.int64) * extent == total:
-        whole = T.alloc_var(T.int32, init=T.truncdiv(batch + shares - 1, shares) * extent)
-        if whole - size <= cutting_of(T, S, shares, rows):
-            size = whole
+    if not S.ahead:
+        # Sequences of one length, which may be left whole: the most of a share against a share and the merging.
+        length, blocks, extent = extent_of(T, S, inputs, 0, most, 1)
+        if T.cast(batch, T.int64) * extent == total:
+            whole = T.alloc_var(T.int32, init=T.truncdiv(batch + shares - 1, shares) * extent)
+            if whole - size <= T.truncdiv(2 * shares * rows, _MERGED_ROWS):
+                size = whole
     return size
+
+
+@macro
+def leave_whole(T, S, launch, inputs, memory, each, lane, line):
+    """The size of a share where sequences may be left whole, the most that one takes against a share and the merging:
+    then each counts as the longest, so that shares begin where sequences do. Else what ``line`` has, of cut ones.
+
+    With it the least blocks that a sequence counts for, the end of the line, the lane's part of it, and its beginning;
+    and how long shares of whole sequences may be that are sorted by their lengths first, 0 if that cannot be. As 163
+    shapes had it that were timed cut and whole (H200, variants.jsonl).
+    """
+    batch, rows = inputs.q.shape[:2]
+    size = T.alloc_var(T.int32, init=line[0])
+    least = T.alloc_var(T.int32, init=1)
+    end = T.alloc_var(T.int32, init=line[1])
+    own = T.alloc_var(T.int32, init=memory.at_page[0, lane])
+    low = T.alloc_var(T.int32, init=line[2])
+    limit = T.alloc_var(T.int32, init=0)
+    longest = T.alloc_var(T.int32, init=0)
+    for i in T.serial(lanes_of(S) // _TOGETHER):
+        longest = T.max(longest, memory.share[_LONGEST + i])
+    # No rule below would have it whole: seen soon, as few short sequences wait for it.
+    if longest <= size + T.truncdiv(size, 2) + _FAR:
+        shares = T.alloc_var(T.int32, init=T.truncdiv(launch.num_programs, launch.row_tiles))
+        turns = T.alloc_var(T.int32, init=T.truncdiv(batch + shares - 1, shares))
+        # What all partial results take, in blocks; and how much longer than others a share may be where programs that
+        # have nothing to do leave the memory's speed to those, as keys are read once.
+        merging = T.alloc_var(T.int32, init=T.min(T.truncdiv(end + size - 1, size), shares) * rows)
+        merging = T.truncdiv(merging, _MERGED_ROWS)
+        idle = T.alloc_var(T.int32, init=T.min(size, 2**20) * T.if_then_else(launch.row_tiles == 1, merging, 1))
+        idle = T.truncdiv(idle, _IDLE)
+        alike = T.alloc_var(T.int32, init=0)
+        if batch * longest == end:
+            alike = 1
+        most_sorted = T.alloc_var(T.int32, init=T.if_then_else(merging >= 4, MOST_SORTED, 256))
+        if merging >= 2 and turns > 1 and turns <= _MOST_TURNS and batch <= most_sorted:
+            limit = size + merging + T.truncdiv(merging, 2) - 2 + idle
+        of_whole = T.alloc_var(T.int32, init=size + _CUTTING + T.truncdiv(merging + 1 - alike, 2) + 2 * alike + idle)
+        if T.cast(turns, T.int64) * longest <= of_whole and (alike == 1 or limit == 0):
+            size = turns * longest
+            least = longest - overhead_of(S)
+            end = batch * longest
+            own = T.min(each, batch - lane * each) * longest
+            low = lane * each * longest
+            limit = 0
+        if longest > limit:
+            limit = 0
+    return size, least, end, own, low, limit
 
 
 @macro
@@ -226,6 +399,9 @@ def turns_of(T, S, launch, inputs, memory):
         turns = 1
     elif launch.scheduled == SHARED:
         turns = memory.share[_LAST] - memory.share[_FIRST] + 1
+        if S.ahead:
+            if memory.share[_LIMIT] > 0:
+                turns = turns_by_length(T, launch, inputs, memory)
     else:
         turns = places_taken(T, launch, inputs)
     return turns
@@ -241,7 +417,10 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
     if thread == 0:
         share, size = memory.share, memory.share[_SIZE]
         i_b = T.alloc_var(T.int32, init=share[_FIRST] + turn)
-        length, blocks, extent = extent_of(T, S, inputs, i_b, share[_MOST])
+        if S.ahead:
+            if share[_LIMIT] > 0:
+                i_b = share[_TURNS + turn]
+        length, blocks, extent = extent_of(T, S, inputs, i_b, share[_MOST], share[_LEAST] if S.ahead else 1)
         i_share = T.alloc_var(T.int32, init=share[_NUMBER])
         tile = T.alloc_var(T.int32, init=share[_TILE])
         begin = T.alloc_var(T.int32, init=share[_LOW] + overhead_of(S))
@@ -256,6 +435,12 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
             # The share ends before the sequence's first block.
             own_parts = 0
             last = first
+        if S.ahead:
+            if share[_LIMIT] > 0:
+                own_parts = 1
+                i_first = i_share
+                first = 0
+                last = blocks
         write_work(S, memory.told, slot, i_b, own_parts, length, i_b + i_share, tile, first, last)
         if i_share == i_first and tile == 0:
             pieces[2 * i_b] = i_b + i_share

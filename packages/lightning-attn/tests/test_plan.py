@@ -10,7 +10,17 @@ import pytest
 
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.forks import run_alone
-from lightning_attn.fitting import SHORT, apart, narrowed, shared, staged, staged_by_mean, widened
+from lightning_attn.fitting import (
+    LONG,
+    SHORT,
+    apart,
+    by_one_role,
+    narrowed,
+    shared,
+    staged,
+    staged_by_mean,
+    widened,
+)
 from lightning_attn.gradients.plan import groups_at_once
 from lightning_attn.plan import (
     BackwardProblem,
@@ -156,14 +166,14 @@ def test_segments_for_sm_90_are_a_program_an_sm_for_a_sequence_of_16384_tokens()
         (64, 64, 8192, 6), (16, 64, 2048, 6), (128, 64, 0, 6), (32, 96, 8192, 4), (32, 128, 8192, 4),
         (40, 128, 8192, 4), (40, 64, 4096, 6), (16, 128, 4096, 4), (8, 128, 2048, 4), (4, 128, 2048, 4),
         (1, 64, 1024, 6), (64, 128, 0, 4), (32, 192, 0, 3),
-        (8, 256, 4096, 3), (64, 72, 0, 4), (32, 72, 4096, 4), (16, 72, 2048, 4),
-        (64, 80, 0, 4), (32, 80, 4096, 4),
+        (8, 256, 4096, 3), (64, 72, 0, 4), (32, 72, 8192, 4), (16, 72, 4096, 4),
+        (64, 80, 0, 4), (32, 80, 8192, 4), (32, 104, 4096, 4),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
         assert (plan.segment, plan.num_stages) == (segment, stages), shape
-        # A last piece of 8 or 16 rows would cost as much as one of 64.
-        assert plan.roles == (size not in (72, 80)), shape
+        # Of 104 the last piece would cost as much as one of 64 rows, of 72 and 80 it has fewer columns.
+        assert plan.roles == (size != 104), shape
         assert plan_prefill(shape, "float16", H200, suits_tma=True) == plan
 
 
@@ -220,10 +230,22 @@ def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_els
     assert staged(of_wide, wide, 1) == of_wide
 
 
+def test_long_sequences_go_by_one_role_where_neighbouring_heads_share_sectors() -> None:
+    shape = Heads(64, 64, 72, 72)
+    plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
+    by_one = replace(plan, block_d=128, roles=False)
+    assert by_one_role(plan, shape, "bfloat16", LONG) == by_one
+    assert by_one.covers(shape)
+    assert by_one_role(plan, shape, "bfloat16", LONG - 1) == by_one_role(plan, shape, "float16", LONG) == plan
+    for other in (Heads(64, 64, 80, 80), Heads(32, 32, 72, 72), Heads(64, 64, 136, 136)):
+        plan = plan_prefill(other, "bfloat16", H200, suits_tma=True)
+        assert by_one_role(plan, other, "bfloat16", LONG) == plan
+
+
 def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_else() -> None:
     for heads, size, tokens, sequences, wide in (
         (8, 128, 32768, 1, True), (8, 128, 16384, 1, False), (4, 128, 16384, 1, False), (16, 128, 16384, 1, False),
-        (16, 128, 32768, 1, True), (16, 128, 3000, 4, False), (32, 72, 16384, 1, True), (32, 128, 16384, 1, False),
+        (16, 128, 32768, 1, True), (16, 128, 3000, 4, False), (32, 104, 16384, 1, True), (32, 128, 16384, 1, False),
         (64, 128, 16384, 1, False), (64, 64, 16384, 1, False), (16, 256, 16384, 1, False),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
@@ -253,7 +275,7 @@ def test_programs_share_segments_where_they_leave_sms_idle_and_nowhere_else() ->
     of_wide = plan_prefill(wide, "float32", H200, suits_tma=True)
     assert [shared(of_wide, wide, segments, H200).shares for segments in (1, 2)] == [2, 1]
     # Those of another kernel, by roles then.
-    odd = Heads(8, 8, 72, 72)
+    odd = Heads(8, 8, 104, 104)
     plan = plan_prefill(odd, "bfloat16", H200, suits_tma=True)
     assert not plan.roles
     assert shared(plan, odd, 1, H200) == replace(plan, block_d=64, roles=True, shares=4)

@@ -19,7 +19,6 @@ from kernel_reference.dispatch import allocator
 from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import (
     Launch,
-    TmaBox,
     TmaLaunch,
     by_alignment,
     device_properties,
@@ -28,7 +27,18 @@ from kernel_reference.launching import (
 )
 from kernel_reference.together import compiled_together
 from lightning_attn.apart import behind_tokens, programs_apart, takes_tokens
-from lightning_attn.fitting import SHORT, apart, may_share, narrowed, shared, staged, staged_by_mean, widened
+from lightning_attn.boxes import prefill_boxes, tma_box
+from lightning_attn.fitting import (
+    SHORT,
+    apart,
+    by_one_role,
+    may_share,
+    narrowed,
+    shared,
+    staged,
+    staged_by_mean,
+    widened,
+)
 from lightning_attn.halves import MOST_ROWS, are_beside, beside, in_turn
 from lightning_attn.kernels import carried, chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
@@ -37,7 +47,6 @@ from lightning_attn.plan import (
     DecodeProblem,
     DeviceLimits,
     Heads,
-    Operand,
     PrefillPlan,
     PrefillProblem,
     plan_decode,
@@ -147,6 +156,8 @@ def _plan_prefill(
         by_several = shared(plan, problem.heads, segments, limits)
         if by_several.shares > 1:
             return by_several
+    if not problem.ragged:
+        plan = by_one_role(plan, problem.heads, problem.dtype, problem.rows)
     # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
         plan = staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
@@ -215,38 +226,24 @@ def _hopper_launch(
         from lightning_attn.kernels import hopper
 
         kernel = hopper.prefill
-    columns = (plan.block_d, plan.block_d, plan.block_e, plan.block_e)
-    operands = (problem.q, problem.k, problem.v, problem.o)
-    boxes = [_tma_box(operand, plan.chunk, width) for operand, width in zip(operands, columns, strict=True)]
-    by_pointer = takes_tokens(problem)
-    strides = strides if by_pointer else strides._replace(q=None, k=None, v=None)
+    boxes, strides, given, group = prefill_boxes(problem, plan, strides)
     launch = TmaLaunch(
-        kernel, grid, (*counts, strides, sizes), device, boxes, num_warps=plan.num_warps,
-        dependent_launch=sizes.DEPENDENT_LAUNCH or sizes.APART,
+        kernel, grid, (*counts, strides, sizes), device, boxes, group=group,
+        num_warps=plan.num_warps, dependent_launch=sizes.DEPENDENT_LAUNCH or sizes.APART,
     )  # fmt: skip
 
     chains = _chains(problem, plan.segment) if plan.chained else 0
     new_states = _workspace((2 * chains, sizes.H, sizes.E, _carried_rows(sizes.D)), device)
     tiles = chains * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
 
-    # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
     def run(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets):  # type: ignore[no-untyped-def]
-        rows = (q, k, v) if by_pointer else (None, None, None)
-        turns = None
+        turns: tuple[Tensor | None, ...] = () if plan.roles else (None,)
         if plan.chained:
             between = new_states()
-            turns = torch.zeros(tiles, dtype=torch.int32, device=device)
-        launch(q, k, v, o, *rows, o, slopes, cu, slots, has, first, last, between, turns, positions, targets)
+            turns = (torch.zeros(tiles, dtype=torch.int32, device=device),)
+        launch(*given(q, k, v, o), slopes, cu, slots, has, first, last, between, *turns, positions, targets)
 
     return run
-
-
-def _tma_box(operand: Operand, rows: int, columns: int) -> TmaBox:
-    """In a descriptor's order: [sequences, heads, rows, elements]."""
-    (b, n, h, d), (s_b, s_n, s_h, s_d) = operand.sizes, operand.strides
-    # The stride of a dimension of size 1 is never used, but must be a whole 16 bytes.
-    strides = [8 if size == 1 else stride for size, stride in ((b, s_b), (h, s_h), (n, s_n))]
-    return TmaBox((b, h, n, d), (*strides, s_d), (1, 1, rows, columns))
 
 
 def _most_summed(heads: Heads) -> int:
@@ -314,7 +311,7 @@ def _own_states_launch(
 
         # As many chunks as shared memory has room for.
         stages = min(8, 216 // (8 + 8 * cdiv(sizes.D, 64)))
-        boxes = [_tma_box(operand, plan.chunk, 64) for operand in (problem.k, problem.v)]
+        boxes = [tma_box(operand, plan.chunk, 64) for operand in (problem.k, problem.v)]
         part = plan.part or plan.segment
         sizes = sizes._replace(BLOCK_D=64, STAGES=stages, WARPS=4, PART=part)
         grid = (tiles * (plan.segment // part), 1, 1)

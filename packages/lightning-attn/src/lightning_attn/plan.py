@@ -346,11 +346,10 @@ def _plan_hopper(heads: Heads, limits: DeviceLimits) -> PrefillPlan:
 def suits_roles(heads: Heads) -> bool:
     """Whether the kernel by roles is the faster one, or, of more than 128 rows, the only one.
 
-    Its last piece costs as much as one of 64 rows, and TMA is slow where a row has 16 or 32 bytes. 16384 tokens, us by
-    roles and without: on an H100, 64 heads of 80, 397 and 342, 32 241 and 221; on an H200, 64 heads of 80 261 and 282,
-    of 72 337 and 301, of 96 261 and 279.
+    Its last piece costs as much as one of 64 rows, but where it has 32 at most. On an H200, 16384 tokens, us by roles
+    and without: 64 heads of 72 271 and 298, 32 154 and 181, 64 of 80 245 and 281, 32 of 88 174 and 194.
     """
-    return heads.head_qk > 128 or (heads.head_qk % 16 == 0 and not 64 < heads.head_qk < 96)
+    return heads.head_qk > 128 or heads.head_qk % 16 == 0 or 64 < heads.head_qk < 96
 
 
 def _round_of(heads: Heads, limits: DeviceLimits) -> int:

@@ -22,11 +22,21 @@ from lightning_attn.kernels.decay import (
 )
 from lightning_attn.kernels.hopper_groups import State, Waiting
 from lightning_attn.kernels.hopper_lead import is_shared, lead_up
-from lightning_attn.kernels.hopper_ring import pieces_of, state_layout, tile_of
+from lightning_attn.kernels.hopper_ring import (
+    factor_of,
+    for_piece,
+    is_copied,
+    piece_layout,
+    pieces_of,
+    state_layout,
+    width_of,
+)
 from lightning_attn.kernels.hopper_rows import (
+    columns_of_piece,
     load_state,
     load_tile,
     opaque,
+    rows_of_piece,
     single_token,
     store_snapshots,
     store_state,
@@ -60,16 +70,21 @@ def scaled_by(S, sizes: gl.constexpr):
     """What brings a state's columns into float16's range, and its inverse."""
     b_most = gl.abs(S[0])
     for p in gl.static_range(1, pieces_of(sizes)):
-        b_most = gl.maximum(b_most, gl.abs(S[p]))
-    return into_float16(gl.max(b_most, axis=1))
+        if width_of(sizes, p) == sizes.BLOCK_D:
+            b_most = gl.maximum(b_most, gl.abs(S[p]))
+    b_largest = gl.max(b_most, axis=1)
+    LAST: gl.constexpr = pieces_of(sizes) - 1
+    if width_of(sizes, LAST) < sizes.BLOCK_D:
+        b_largest = gl.maximum(b_largest, columns_of_piece(gl.max(gl.abs(S[LAST]), axis=1), 0, sizes))
+    return into_float16(b_largest)
 
 
 @gluon.jit
-def as_operand(S, p, b_up, sizes: gl.constexpr, dtype: gl.constexpr):
+def as_operand(S, p: gl.constexpr, b_up, sizes: gl.constexpr, dtype: gl.constexpr):
     """Piece p of a state as an operand."""
     b_S = S[p]
     if dtype == gl.float16:
-        b_S = b_S * b_up[:, None]
+        b_S = b_S * columns_of_piece(b_up, p, sizes)[:, None]
     return gl.convert_layout(opaque(b_S.to(dtype)), gl.DotOperandLayout(0, out_layout(sizes), 2))
 
 
@@ -117,6 +132,9 @@ def step(d_o, stages, tiles, o, work, chunk, state, waiting, decay, sizes: gl.co
         else:
             b_up, b_down = scaled_by(S, sizes)
     mbarrier.wait(stages.full.index(stage), phase)
+    if is_copied(sizes):
+        # What lanes copied, WGMMA reads by another proxy.
+        fence_async_shared()
     seen = gl.zeros([BLOCK_E, CHUNK], gl.float32, L_O)  # [BLOCK_E, queries]
     issued = ()
     # Two pieces at a time: the operands of more would not fit in registers.
@@ -130,15 +148,16 @@ def step(d_o, stages, tiles, o, work, chunk, state, waiting, decay, sizes: gl.co
             else:
                 b_S = as_operand(S, p, b_up, sizes, dtype)
             decayed_S = decayed_S + (S[p] * decay,)
-            q_tile = tile_of(stages.q[p], stage, sizes)
+            q_tile = factor_of(stages.q, stage, p, sizes)
             seen = warpgroup_mma(b_S, q_tile.permute((1, 0)), seen, use_acc=p > 0, is_async=True)
         if first == 0:
             mbarrier.wait(stages.full_v.index(stage), phase)
             b_entering = tiles.entering.load(gl.SliceLayout(0, operand))
             b_v = (v_tile.permute((1, 0)).load(operand).to(gl.float32) * b_entering[None, :]).to(dtype)
         for p in gl.static_range(first, min(first + 2, PIECES)):
-            k_tile = tile_of(stages.k[p], stage, sizes)
-            issued = issued + (warpgroup_mma(b_v, k_tile, decayed_S[p - first], is_async=True),)
+            k_tile = factor_of(stages.k, stage, p, sizes)
+            b_v_of = for_piece(b_v, p, sizes)
+            issued = issued + (warpgroup_mma(b_v_of, k_tile, decayed_S[p - first], is_async=True),)
     if has_registers(sizes):
         if waiting.are_there:
             o_tile = stages.v.index(stage_before)
@@ -217,8 +236,6 @@ def sum_up(S, own, batch, span, decays, i_h, o_d, o_e, sizes: gl.constexpr):
     PARTS: gl.constexpr = sizes.SEGMENT // sizes.PART
     REVERSED: gl.constexpr = sizes.REVERSED
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    BLOCK_D: gl.constexpr = sizes.BLOCK_D
-    layout: gl.constexpr = state_layout(sizes)
     rate = base_two_rate(decays.p_slopes, i_h)
     lost = rest_of_rate(decays.p_slopes, i_h, rate)
     segments = (span.length + sizes.SEGMENT - 1) // sizes.SEGMENT
@@ -230,11 +247,12 @@ def sum_up(S, own, batch, span, decays, i_h, o_d, o_e, sizes: gl.constexpr):
         made = gl.minimum(reach, length)
         next_S = ()
         for p in gl.static_range(pieces_of(sizes)):
-            b_own = gl.zeros([BLOCK_E, BLOCK_D], gl.float32, layout)
+            o_row, o_column = rows_of_piece(o_d, p, sizes), columns_of_piece(o_e, p, sizes)
+            b_own = gl.zeros([BLOCK_E, width_of(sizes, p)], gl.float32, piece_layout(sizes, p))
             for i_part in gl.static_range(PARTS):
                 # From one on that is not in reach, parts have not been made.
                 if i_part * sizes.PART < made:
-                    b_own += load_tile(own, i_own + i_part, i_h, o_d + p * BLOCK_D, o_e, sizes)
+                    b_own += load_tile(own, i_own + i_part, i_h, o_row, o_column, sizes)
             next_S = next_S + (advanced(S[p], rate, length, lost, b_own),)
         S = next_S
     return S

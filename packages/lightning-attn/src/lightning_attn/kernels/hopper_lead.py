@@ -2,9 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate
+from lightning_attn.kernels.hopper_ring import is_copied
 from lightning_attn.kernels.hopper_states import add_chunk, values_of
 
 
@@ -24,6 +25,8 @@ def lead_up(stages, work, S, p_slopes, scale, o_k, sizes: gl.constexpr):
     for i in range(work.lead):
         stage = i % sizes.STAGES
         mbarrier.wait(stages.full.index(stage), (i // sizes.STAGES) & 1)
+        if is_copied(sizes):
+            fence_async_shared()
         has_next = i + 1 < work.lead
         S, b_v = add_chunk(stages.k, stages.v, stages.full_v, i, S, b_v, decay, has_next, b_entering, sizes)
         mbarrier.arrive(stages.empty.index(stage))

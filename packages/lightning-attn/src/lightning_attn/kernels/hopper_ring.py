@@ -47,11 +47,35 @@ def pieces_of(sizes):
 
 
 @gluon.constexpr_function
-def state_layout(sizes):
-    """Registers of a piece of a state's tile [BLOCK_E, BLOCK_D], an accumulator.
+def width_of(sizes, p):
+    """Rows of piece p of a state: of the last, where there are several, no more than those that are there take."""
+    rest = sizes.D - p * sizes.BLOCK_D
+    is_less = p > 0 and rest <= sizes.BLOCK_D // 2 and sizes.PRECISION is None
+    return max(16, 1 << (rest - 1).bit_length()) if is_less else sizes.BLOCK_D
+
+
+@gluon.constexpr_function
+def is_copied(sizes):
+    """Whether lanes copy the last piece of q and k, whose rows are so short that TMA would bound a program."""
+    return sizes.D > sizes.BLOCK_D and 0 < sizes.D % sizes.BLOCK_D < sizes.BLOCK_D // 2
+
+
+@gluon.constexpr_function
+def piece_layout(sizes, p):
+    """Registers of piece p of a state's tile [BLOCK_E, its rows], an accumulator.
 
     Each warp has 16 columns; where there are more warps than that takes, two share them.
     """
+    rest = sizes.D - p * sizes.BLOCK_D
+    is_less = p > 0 and rest <= sizes.BLOCK_D // 2 and sizes.PRECISION is None
+    width = max(16, 1 << (rest - 1).bit_length()) if is_less else sizes.BLOCK_D
+    along = min(sizes.WARPS, sizes.BLOCK_E // 16)
+    return gl.NVMMADistributedLayout([3, 0], [along, sizes.WARPS // along], [16, width * along // sizes.WARPS, 16])
+
+
+@gluon.constexpr_function
+def state_layout(sizes):
+    """Registers of the first piece."""
     along = min(sizes.WARPS, sizes.BLOCK_E // 16)
     columns = sizes.BLOCK_D * along // sizes.WARPS
     return gl.NVMMADistributedLayout([3, 0], [along, sizes.WARPS // along], [16, columns, 16])
@@ -61,6 +85,23 @@ def state_layout(sizes):
 def tile_of(tiles, stage, sizes: gl.constexpr):
     """A stage's q or k, or a piece of it."""
     return tiles.index(stage).reshape([sizes.CHUNK, sizes.BLOCK_D])
+
+
+@gluon.jit
+def factor_of(tiles, stage, p: gl.constexpr, sizes: gl.constexpr):
+    """What products take of piece p of a stage's q or k: of a box of more columns the first ones."""
+    WIDTH: gl.constexpr = width_of(sizes, p)
+    columns: gl.constexpr = tiles[p].shape[-1]
+    tile = tiles[p].index(stage).reshape([sizes.CHUNK, columns])
+    if columns > WIDTH:
+        tile = tile.slice(0, WIDTH, dim=1)
+    return tile
+
+
+@gluon.jit
+def for_piece(b_v, p: gl.constexpr, sizes: gl.constexpr):
+    """Values, an operand, for the product with piece p of the keys."""
+    return gl.convert_layout(b_v, gl.DotOperandLayout(0, piece_layout(sizes, p), 2))
 
 
 @gluon.jit

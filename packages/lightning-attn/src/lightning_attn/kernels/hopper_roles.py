@@ -20,6 +20,7 @@ makes outputs of its own chunks.
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,7 +34,7 @@ from lightning_attn.kernels.hopper_apart import wait_for_call
 from lightning_attn.kernels.hopper_follow import follow
 from lightning_attn.kernels.hopper_groups import Decays, HeadRows, Pools, Span, Stages, Tiles
 from lightning_attn.kernels.hopper_lead import is_shared
-from lightning_attn.kernels.hopper_ring import Work, pieces_of, tile_of
+from lightning_attn.kernels.hopper_ring import Work, factor_of, is_copied, pieces_of, width_of
 from lightning_attn.kernels.hopper_rows import zero_after
 from lightning_attn.kernels.hopper_step import scores_registers
 from lightning_attn.kernels.schedule import (
@@ -51,6 +52,24 @@ from lightning_attn.kernels.schedule import (
 )
 
 
+@gluon.constexpr_function
+def columns_loaded(sizes):
+    """Columns of q and of k that TMA loads."""
+    rest = sizes.D % sizes.BLOCK_D
+    if sizes.D < sizes.BLOCK_D or 2 * rest > sizes.BLOCK_D:
+        return sizes.D - rest + sizes.BLOCK_D
+    return sizes.D if 2 * rest == sizes.BLOCK_D else sizes.D - rest
+
+
+@gluon.jit
+def of_piece(tensors, p: gl.constexpr, sizes: gl.constexpr):
+    """The descriptors of piece p of q and k."""
+    if width_of(sizes, p) < sizes.BLOCK_D:
+        return tensors[4], tensors[5]
+    else:
+        return tensors[0], tensors[1]
+
+
 @gluon.jit
 def load(tensors, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
     """Fill the ring with all chunks."""
@@ -64,28 +83,75 @@ def load(tensors, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
 @gluon.jit
 def load_chunk(tensors, stages, work, i, stride: gl.constexpr, sizes: gl.constexpr, WITH_Q: gl.constexpr):
     """Chunk i, once its stage is free."""
-    PIECES: gl.constexpr = pieces_of(sizes)
+    PIECES: gl.constexpr = pieces_of(sizes) - is_copied(sizes)
     STAGES: gl.constexpr = sizes.STAGES
-    d_q, d_k, d_v, _ = tensors
+    d_v = tensors[2]
     stage = i % STAGES
     used = ((i // STAGES) & 1) ^ 1
     row = work.start + i * stride
     full = stages.full.index(stage)
     mbarrier.wait(stages.empty.index(stage), used)
-    of_q: gl.constexpr = d_q.block_type.nbytes if WITH_Q else 0
-    mbarrier.expect(full, PIECES * (of_q + d_k.block_type.nbytes))
+    COLUMNS: gl.constexpr = columns_loaded(sizes)
+    mbarrier.expect(full, (2 if WITH_Q else 1) * sizes.CHUNK * COLUMNS * 2)
     for p in gl.static_range(PIECES):
         place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+        _, d_k = of_piece(tensors, p, sizes)
         tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
     if WITH_Q:
         for p in gl.static_range(PIECES):
             place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+            d_q, _ = of_piece(tensors, p, sizes)
             tma.async_copy_global_to_shared(d_q, place, full, stages.q[p].index(stage))
     full_v = stages.full_v.index(stage)
     mbarrier.wait(stages.empty_v.index(stage), used)
     mbarrier.expect(full_v, d_v.block_type.nbytes)
     v_place = [work.i_box, work.i_h_v, row, work.column]
     tma.async_copy_global_to_shared(d_v, v_place, full_v, stages.v.index(stage))
+
+
+@gluon.jit
+def in_eights(strides, i_n, i_h, RATIO: gl.constexpr):
+    """Where a head's rows begin, and their stride: multiples of 8, as TMA wants, which Triton is told so."""
+    first = i_n.to(gl.int64) * strides.sequence + (i_h // RATIO).to(gl.int64) * strides.head
+    row = strides.row
+    if strides.element is not None:
+        first = first // 8
+        row = row // 8
+    return first * 8, row * 8
+
+
+@gluon.jit
+def load_last(pointers, strides, i_n, end, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
+    """Copy the last piece of q and k of all chunks, where it has less columns than others, 16 bytes a lane.
+
+    TMA takes as long for a row of 16 bytes as for one of 128. end: of the sequence's rows.
+    """
+    CHUNK: gl.constexpr = sizes.CHUNK
+    STAGES: gl.constexpr = sizes.STAGES
+    LAST: gl.constexpr = pieces_of(sizes) - 1
+    WIDTH: gl.constexpr = width_of(sizes, LAST)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
+    q_first, q_stride = in_eights(strides[0], i_n, work.i_h, sizes.RATIO_QK)
+    k_first, k_stride = in_eights(strides[1], i_n, work.i_h, sizes.RATIO_QK)
+    o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    o_d = LAST * sizes.BLOCK_D + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    q_row = o_row.to(gl.int64) if sizes.WIDE else o_row
+    q_tile = q_row[:, None] * q_stride + o_d[None, :]
+    k_tile = q_row[:, None] * k_stride + o_d[None, :]
+    for i in range(work.chunks):
+        stage = i % STAGES
+        full = stages.full.index(stage)
+        row = work.start + i * stride
+        m = (o_row < end - row)[:, None] & (o_d < sizes.D)[None, :]
+        mbarrier.wait(stages.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        p_row = pointers[1] + k_first + row.to(gl.int64) * k_stride
+        async_copy.async_copy_global_to_shared(stages.k[LAST].index(stage), p_row + k_tile, m)
+        p_row = pointers[0] + q_first + row.to(gl.int64) * q_stride
+        async_copy.async_copy_global_to_shared(stages.q[LAST].index(stage), p_row + q_tile, m & (i >= work.lead))
+        # Counts its own arrivals, one a lane, which follow the copies; the stage waits for one more.
+        async_copy.mbarrier_arrive(full)
+        tl.debug_barrier()
+        mbarrier.arrive(full)
 
 
 @gluon.jit
@@ -120,17 +186,20 @@ def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
         stage = i % STAGES
         phase = (i // STAGES) & 1
         mbarrier.wait(stages.full.index(stage), phase)
+        if is_copied(sizes):
+            # What lanes copied, WGMMA reads by another proxy.
+            fence_async_shared()
         if i == short:
             mbarrier.wait(stages.full_v.index(stage), phase)
             for p in gl.static_range(PIECES):
-                zero_after(tile_of(stages.k[p], stage, sizes), rest, CHUNK, sizes.BLOCK_D, sizes.WARPS)
+                zero_after(factor_of(stages.k, stage, p, sizes), rest, CHUNK, width_of(sizes, p), sizes.WARPS)
             zero_after(stages.v.index(stage).reshape([CHUNK, sizes.BLOCK_E]), rest, CHUNK, sizes.BLOCK_E, sizes.WARPS)
             fence_async_shared()
             tl.debug_barrier()
         b_scores = b_zero
         for p in gl.static_range(PIECES):
-            k_tile = tile_of(stages.k[p], stage, sizes)
-            q_tile = tile_of(stages.q[p], stage, sizes)
+            k_tile = factor_of(stages.k, stage, p, sizes)
+            q_tile = factor_of(stages.q, stage, p, sizes)
             if FP16:
                 b_scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), b_scores, use_acc=p > 0, is_async=True)
             else:
@@ -154,10 +223,15 @@ def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots", "num_snapshots"])
 def prefill(
-    d_q, d_k, d_v, d_o, p_q, p_k, p_v, p_o, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried, p_turns,
+    d_q, d_k, d_v, d_o, d_q_last, d_k_last, pointers, p_slopes, p_cu, p_slots, p_has, p_initial, p_final, p_carried,
     p_positions, p_snapshot_slots, rows, num_sequences, num_slots, num_snapshots, scale, strides, sizes: gl.constexpr,
 ):  # fmt: skip
-    """``hopper.prefill``, in pieces of 64 columns of q and k. p_turns is None: no segments pass their states on."""
+    """``hopper.prefill``, in pieces of 64 columns of q and k; no segments pass their states on.
+
+    d_q_last, d_k_last: of boxes of half as many columns, where the last piece has as many, else None. pointers: to
+    q, k, v and o.
+    """
+    p_q, p_k, p_v, p_o = pointers
     CHUNK: gl.constexpr = sizes.CHUNK
     PIECES: gl.constexpr = pieces_of(sizes)
     SEGMENT: gl.constexpr = sizes.SEGMENT
@@ -189,12 +263,13 @@ def prefill(
     q = o
     k = o
     v = o
+    i_first = i_n if p_cu is None else i_n * 0
     if p_q is not None:
-        i_first = i_n * 0
         q = rows_of_head(p_q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
         k = rows_of_head(p_k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
+    if p_v is not None:
         v = rows_of_head(p_v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
-    is_token = (length == 1) & (slot >= 0) & (p_q is not None)
+    is_token = (length == 1) & (slot >= 0) & (p_v is not None)
     rest = (end - begin) % CHUNK
     chunks = gl.where(is_token | (slot < 0), 0, (end - begin + CHUNK - 1) // CHUNK)
     lead = 0
@@ -226,13 +301,19 @@ def prefill(
         i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks, lead=lead
     )  # fmt: skip
     span = Span(i_n, i_segment, first, length, begin, end, slot, is_token, short, rest)
-    tensors = (d_q, d_k, d_v, d_o)
+    tensors = (d_q, d_k, d_v, d_o, d_q_last, d_k_last)
     dtype: gl.constexpr = d_q.dtype
     q_stages = ()
     k_stages = ()
-    for i in gl.static_range(PIECES):  # noqa: B007 (Triton takes no _)
-        q_stages = q_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout),)
-        k_stages = k_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
+    for i in gl.static_range(PIECES - is_copied(sizes)):
+        d_piece, _ = of_piece(tensors, i, sizes)
+        q_stages = q_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_piece.block_type.shape, d_piece.layout),)
+        k_stages = k_stages + (gl.allocate_shared_memory(dtype, [STAGES] + d_piece.block_type.shape, d_piece.layout),)
+    if is_copied(sizes):
+        WIDTH: gl.constexpr = width_of(sizes, PIECES - 1)
+        narrow: gl.constexpr = gl.NVMMASharedLayout(2 * WIDTH, 16, rank=2)
+        q_stages = q_stages + (gl.allocate_shared_memory(dtype, [STAGES, CHUNK, WIDTH], narrow),)
+        k_stages = k_stages + (gl.allocate_shared_memory(dtype, [STAGES, CHUNK, WIDTH], narrow),)
     v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -240,7 +321,7 @@ def prefill(
     empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=2 if is_copied(sizes) else 1)
         mbarrier.init(full_v.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(empty_v.index(i), count=1)
@@ -259,10 +340,20 @@ def prefill(
     stages = Stages(q_stages, k_stages, v_stages, full, full_v, empty, empty_v)
     tiles = Tiles(scores, ready, up, down, seeing, entering, led)
     decays = Decays(p_slopes, scale)
+    of_head = HeadRows(q, k, v, o)
     # Registers of a thread: an SM has 65536. What these leave, the first has.
-    gl.warp_specialize([
-        (follow, (tensors, stages, tiles, HeadRows(q, k, v, o), work, span, batch, pools, snapshots,
-                  decays, sizes, p_q is not None)),
-        (score, (stages, tiles, work, decays, short, rest, sizes)),
-        (load, (tensors, stages, work, stride, sizes)),
-    ], [4, 1], [208, 40])  # fmt: skip
+    if is_copied(sizes):
+        gl.warp_specialize([
+            (follow, (tensors, stages, tiles, of_head, work, span, batch, pools, snapshots, decays, sizes,
+                      p_v is not None)),
+            (score, (stages, tiles, work, decays, short, rest, sizes)),
+            (load, (tensors, stages, work, stride, sizes)),
+            (load_last, ((p_q, p_k), (strides.q, strides.k), i_first, last, stages, work, stride, sizes)),
+        ], [4, 1, 1], [208, 40, 40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (follow, (tensors, stages, tiles, of_head, work, span, batch, pools, snapshots, decays, sizes,
+                      p_v is not None)),
+            (score, (stages, tiles, work, decays, short, rest, sizes)),
+            (load, (tensors, stages, work, stride, sizes)),
+        ], [4, 1], [208, 40])  # fmt: skip

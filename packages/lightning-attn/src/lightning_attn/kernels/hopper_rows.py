@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate, entering, kept_and_lost, seeing, unit_of
-from lightning_attn.kernels.hopper_ring import pieces_of, state_layout
+from lightning_attn.kernels.hopper_ring import piece_layout, pieces_of, width_of
 from lightning_attn.kernels.schedule import States, StateStrides, snapshot_slot, state_pointers
 
 
@@ -116,12 +116,25 @@ def store_zeros(o, begin, end, column, sizes: gl.constexpr):
 def zero_state(sizes: gl.constexpr):
     """A state's tile, [BLOCK_E, D], in pieces of BLOCK_D rows."""
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
-    BLOCK_D: gl.constexpr = sizes.BLOCK_D
-    layout: gl.constexpr = state_layout(sizes)
     S = ()
-    for i in gl.static_range(pieces_of(sizes)):  # noqa: B007 (Triton takes no _)
-        S = S + (gl.zeros([BLOCK_E, BLOCK_D], gl.float32, layout),)
+    for i in gl.static_range(pieces_of(sizes)):
+        S = S + (gl.zeros([BLOCK_E, width_of(sizes, i)], gl.float32, piece_layout(sizes, i)),)
     return S
+
+
+@gluon.jit
+def rows_of_piece(o_d, p: gl.constexpr, sizes: gl.constexpr):
+    """Rows of piece p of a state. o_d: of the first one."""
+    if width_of(sizes, p) < sizes.BLOCK_D:
+        return p * sizes.BLOCK_D + gl.arange(0, width_of(sizes, p), gl.SliceLayout(0, piece_layout(sizes, p)))
+    else:
+        return o_d + p * sizes.BLOCK_D
+
+
+@gluon.jit
+def columns_of_piece(o_e, p: gl.constexpr, sizes: gl.constexpr):
+    """Columns of a state, or what there is of each, where piece p has them. o_e: where the first one has them."""
+    return gl.convert_layout(o_e, gl.SliceLayout(1, piece_layout(sizes, p)))
 
 
 @gluon.jit
@@ -142,7 +155,8 @@ def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.const
     """All pieces of a state's tile. o_d: rows of the first one."""
     S = ()
     for i in gl.static_range(pieces_of(sizes)):
-        S = S + (load_tile(states, slot, i_h, o_d + i * sizes.BLOCK_D, o_e, sizes, FRESH),)
+        o_row, o_column = rows_of_piece(o_d, i, sizes), columns_of_piece(o_e, i, sizes)
+        S = S + (load_tile(states, slot, i_h, o_row, o_column, sizes, FRESH),)
     return S
 
 
@@ -165,7 +179,12 @@ def store_state(states, slot, i_h, o_d, o_e, S, sizes: gl.constexpr):
     opaque_states = States(states.p, StateStrides(strides.slot, strides.head, s_d, strides.e))
     p_tile = state_pointers(opaque_states, slot, i_h.to(gl.int64), o_d, o_e)
     for i in gl.static_range(pieces_of(sizes)):
-        store_tile(p_tile + i * sizes.BLOCK_D * s_d, o_d + i * sizes.BLOCK_D, o_e, S[i], sizes)
+        if width_of(sizes, i) < sizes.BLOCK_D:
+            o_row, o_column = rows_of_piece(o_d, i, sizes), columns_of_piece(o_e, i, sizes)
+            p_last = state_pointers(opaque_states, slot, i_h.to(gl.int64), o_row, o_column)
+            store_tile(p_last, o_row, o_column, S[i], sizes)
+        else:
+            store_tile(p_tile + i * sizes.BLOCK_D * s_d, o_d + i * sizes.BLOCK_D, o_e, S[i], sizes)
 
 
 @gluon.jit

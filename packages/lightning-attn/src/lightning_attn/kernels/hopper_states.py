@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightning_attn.kernels.chunked import in_units
 from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate, unit_of
-from lightning_attn.kernels.hopper_ring import Work, pieces_of, state_layout, tile_of
+from lightning_attn.kernels.hopper_ring import Work, factor_of, for_piece, pieces_of, state_layout, tile_of
 from lightning_attn.kernels.hopper_rows import store_state, zero_after, zero_state
 from lightning_attn.kernels.schedule import (
     Batch,
@@ -90,7 +90,8 @@ def add_chunk(k_tiles, v_tiles, full, i, S, b_v, decay, has_next, b_entering, si
     stage = i % sizes.STAGES
     issued = ()
     for p in gl.static_range(PIECES):
-        issued = issued + (warpgroup_mma(b_v, tile_of(k_tiles[p], stage, sizes), S[p] * decay, is_async=True),)
+        b_v_of, k_tile = for_piece(b_v, p, sizes), factor_of(k_tiles, stage, p, sizes)
+        issued = issued + (warpgroup_mma(b_v_of, k_tile, S[p] * decay, is_async=True),)
     b_next = values_of(v_tiles, full, i + 1, has_next, b_entering, sizes)
     done = ()
     for p in gl.static_range(PIECES):

@@ -330,14 +330,12 @@ def _takes_tiles_as_free(problem: Problem, narrow: bool) -> bool:
     """Whether programs of the sm_90 kernel take tiles as they come free, not in a fixed order.
 
     Rows whose lists differ take different times, few tiles come out uneven, and so do keys that are looked up one by
-    one. A fixed order is quicker for one prompt alone, in tiles of 64 keys that all take about as long: heads of 96,
-    2048, 4096 and 8192 tokens 59.8, 132.8 and 329.8 us on an H100, as programs come free 63.4, 135.7 and 331.5; but 4 x
-    512 34.8 and 31.5 on an H200, 4 x 128 behind 8064 over blocks of 32 57.6 and 37.6, behind 65408 over blocks of 16
-    371.7 and 192.4. Both sides are in benchmarks/README.md.
+    one. A fixed order is quicker for one prompt alone, in tiles of 64 keys that all take about as long: 1024 tokens
+    with heads of 128 25.5 us on an H100, as programs come free 29.1, 2048 with heads of 96 59.8 and 63.4; but 4 x 512
+    34.8 and 31.5 on an H200, 4 x 128 behind 8064 over blocks of 32 57.6 and 37.6, behind 65408 over blocks of 16 371.7
+    and 192.4. Both sides are in benchmarks/README.md.
     """
-    if problem.scattered or problem.sequences != 1 or needs_table(problem) or not narrow:
-        return True
-    return 64 < _widest(problem) <= 128 and not hopper_sizes(_widest(problem))[1]
+    return problem.scattered or problem.sequences != 1 or needs_table(problem) or not narrow
 
 
 def _listed_share(problem: Problem) -> float:

@@ -22,7 +22,6 @@ from tilelang_mla.plan import (
     PrefillProblem,
     cdiv,
     decode_tiles,
-    get_splits,
     merge_cost,
     merge_grid,
     part_cost,
@@ -32,7 +31,7 @@ from tilelang_mla.plan import (
     plan_without_schedule,
     tiles_8bit,
 )
-from tilelang_mla.waves import finds_long
+from tilelang_mla.waves import finds_long, get_splits
 
 H200 = DeviceLimits(132)
 A100 = DeviceLimits(108, 163 * 1024)

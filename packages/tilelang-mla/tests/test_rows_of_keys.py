@@ -1,7 +1,7 @@
 """Do the CUDA functions of decoding do what they say, thread by thread, on a machine without a GPU?
 
-rows_of_keys.cpp, keys_16bit.cpp and rows.cpp compile their own text for the CPU, with what PTX says of fragments
-and swizzles. They see neither barriers of the kernel nor bulk copies, which are not in that text.
+rows_of_keys.cpp, keys_16bit.cpp, records.cpp and rows.cpp compile their own text for the CPU, with what PTX says of
+fragments and swizzles. They see neither barriers of the kernel nor bulk copies, which are not in that text.
 """
 
 from __future__ import annotations
@@ -91,3 +91,12 @@ def test_functions_of_keys_of_16_bits_as_rows_attend_as_float64_does(tmp_path) -
         assert float(error) < (2**-9 if "float16" in name else 1.5 * 2**-8), name
         assert float(of_lse) < 1e-4, name
         assert float(of_max) < 1e-4, name
+
+
+def test_functions_of_records_as_rows_for_64_rows_attend_as_float64_does(tmp_path) -> None:
+    """Keys in float16, whose scales are rounded to as much: as near as bfloat16's rounding of a result lets tell."""
+    said = re.findall(r"(.+): (\S+) (\S+)\n", said_by("records", tmp_path))
+    assert [name for name, *_ in said] == ["64 rows", "50 rows, a part"]
+    for name, error, of_lse in said:
+        assert float(error) < (2**-10 if "part" in name else 1.5 * 2**-8), name
+        assert float(of_lse) < 4e-3, name

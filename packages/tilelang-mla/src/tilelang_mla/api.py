@@ -21,7 +21,7 @@ from kernel_reference.differentiable import are_wanted
 from kernel_reference.dispatch import runs_now
 from kernel_reference.plans import plan_as_ints
 from kernel_reference.transforms import refuse_derivatives
-from tilelang_mla import arguments, calls, ops, schedule, straight
+from tilelang_mla import arguments, calls, ops, schedule, straight, waves
 from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names, PrefillOptions, PrefillTensors
 from tilelang_mla.gradients import ops as gradients
@@ -441,4 +441,4 @@ def get_splits(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cores = calls.device_limits(torch.device(device)).cores
-    return plans.get_splits(*numbers, streaming_info, cores=cores)
+    return waves.get_splits(*numbers, streaming_info, cores=cores)

@@ -26,6 +26,7 @@ from tilelang_mla.kernels.build import executable_of, quick_proofs, side_by_side
 from tilelang_mla.kernels.cuda import text_of
 from tilelang_mla.kernels.passes import fewer_passes
 from tilelang_mla.plan import (
+    STAGES_OF_RECORDS,
     DecodeProblem,
     DecodeTiles,
     DeviceLimits,
@@ -115,10 +116,11 @@ def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dt
     }  # fmt: skip
 
 
-def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernel over a cache of 8 bits is compiled for."""
+def decode_8bit_constants(
+    problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype, listed: bool = False
+) -> dict[str, Any]:
+    """What the kernel over a cache of 8 bits is compiled for, or over lists; keys lie anywhere."""
     constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
-    # Keys lie anywhere.
     for of_pages in ("gather", "early", "boxes"):
         constants.pop(of_pages, None)
     constants["by_rows"] = tiles.loads_by_rows(problem)
@@ -128,6 +130,8 @@ def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: tor
         constants["paired"] = True
     if tiles.narrow and dtype == torch.bfloat16:
         constants["narrow"] = True
+    if tiles.records_are_rows(problem) and not listed:
+        constants |= {"by_rows": False, "num_stages": STAGES_OF_RECORDS}
     return constants
 
 
@@ -254,7 +258,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
 
 def sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype, joined: bool) -> dict[str, Any]:
     """What the kernel over lists of keys is compiled for."""
-    constants = decode_8bit_constants(problem, tiles, dtype) | ({"joined": True} if joined else {})
+    constants = decode_8bit_constants(problem, tiles, dtype, listed=True) | ({"joined": True} if joined else {})
     del constants["per_token"]
     return constants
 

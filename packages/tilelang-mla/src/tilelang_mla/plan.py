@@ -6,7 +6,7 @@ What of a plan depends on lengths is a tensor, made on the device by schedule.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,8 +38,8 @@ _RAW_STAGES, _SCALES = 3, 80
 _LATENT, _ROPE, _KEYS, _OF_STAGE, _MOST_STAGES = 512, 64, 128, 64, 5
 # Keys of a page that TMA brings at once; 8 at once take longer than one by one (266 us for 263, pages of 64 254; H100).
 _BOX = 16
-# Of 64 rows the accumulators leave no registers to widen keys in.
-_FEW_ROWS = 32
+# Of 64 rows the accumulators leave no registers to widen keys in, but where a block is one stage, of as many.
+_FEW_ROWS, STAGES_OF_RECORDS = 32, 3
 # Rows of the kernel that widens no key; and elements of q side by side, two numbers of 8 bits each.
 _NARROW, _LINE = 16, 128
 # Pieces of a row, of 32 bytes or more: of 64 elements as many. And the fewest where one may have most of the parts.
@@ -208,6 +208,9 @@ class DecodeTiles(Plan):
             held = 2 * self.block_m * (held + 2 * weights * self.block_n)
             return held + self.num_stages * _OF_STAGE * (key + 1) + 172 * self.block_m + _BESIDE + 2048
         width = problem.dim_nope + problem.dim_rope
+        if self.records_are_rows(problem):
+            held = 2 * self.block_m * (width + 2 * self.block_n) + STAGES_OF_RECORDS * _OF_STAGE * 657
+            return held + 172 * self.block_m + _BESIDE + 1024
         if self.block_m == _NARROW:
             # Keys of 16 bits are rows: q and weights twice, and what is known of rows.
             held = 2 * self.block_m * (width + self.block_n) + self.num_stages * self.block_n * width
@@ -239,6 +242,12 @@ class DecodeTiles(Plan):
         """Whether such keys come by TMA, 16 at a time: of 16 bits, in pages of a multiple of as many."""
         return not problem.cache and self.loads_by_rows(problem) and problem.page_size % _BOX == 0
 
+    def records_are_rows(self, problem: DecodeProblem) -> bool:
+        """Whether dense records that one program would widen by rows are the rows of MMAs instead, in as many stages as
+        :data:`STAGES_OF_RECORDS`: 64 of 16384 at 64 heads 364 us for 483 (H100). Two that share take less: 346 for 394.
+        """
+        return problem.cache == "656" and self.widens_by_rows(problem) and not self.paired
+
     def widens_by_rows(self, problem: DecodeProblem) -> bool:
         """Whether keys of 8 bits are loaded by rows, and widened on their way."""
         return bool(problem.cache) and self.loads_by_rows(problem)
@@ -262,24 +271,6 @@ class DecodeTiles(Plan):
     def row_tiles(self, rows: int) -> int:
         """Tiles that hold the packed rows of a sequence, each once."""
         return cdiv(rows, self.block_m)
-
-
-def get_splits(
-    batch_size: int, num_heads: int, seqlen_q: int, avg_seqlen_k: int, block_size_h: int = 64, block_size_n: int = 128,
-    streaming_info: Sequence[int] | None = None, *, cores: int,
-) -> int:  # fmt: skip
-    """The static rule: in how many parts keys are cut for two tiles an SM, a power of two, rounded down."""
-    natural = batch_size * seqlen_q * cdiv(num_heads, block_size_h)
-    target = 2 * cores
-    if natural >= target:
-        return 1
-    effective = avg_seqlen_k
-    if streaming_info is not None and len(streaming_info) >= 2:
-        effective = min(effective, (streaming_info[0] + streaming_info[1]) * block_size_n)
-    # No sequence, no token or no head: nothing is to be cut.
-    wanted = cdiv(target, natural) if natural else 1
-    splits = min(wanted, max(1, effective // block_size_n))
-    return power_of_two_at_most(splits)
 
 
 def plan_prefill(problem: PrefillProblem, limits: DeviceLimits) -> PrefillPlan:

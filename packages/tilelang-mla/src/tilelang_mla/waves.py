@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kernel_reference.integers import cdiv
+from collections.abc import Sequence
+
+from kernel_reference.integers import cdiv, power_of_two_at_most
 
 # Programs that share a tile's keys, at most: what they merge is written and read again.
 MOST_PARTS = 8
@@ -57,3 +59,21 @@ def finds_long(capacity: int, block_n: int, rows: int, places: int, programs: in
     """Whether programs look which whole sequences have two blocks, to take those first: of few rows, in few turns."""
     two = block_n == _LOOKED_AT and block_n < capacity <= 2 * block_n
     return two and rows <= _LOOKED_ROWS and programs < places <= _LOOKED_TURNS * programs
+
+
+def get_splits(
+    batch_size: int, num_heads: int, seqlen_q: int, avg_seqlen_k: int, block_size_h: int = 64, block_size_n: int = 128,
+    streaming_info: Sequence[int] | None = None, *, cores: int,
+) -> int:  # fmt: skip
+    """The static rule: in how many parts keys are cut for two tiles an SM, a power of two, rounded down."""
+    natural = batch_size * seqlen_q * cdiv(num_heads, block_size_h)
+    target = 2 * cores
+    if natural >= target:
+        return 1
+    effective = avg_seqlen_k
+    if streaming_info is not None and len(streaming_info) >= 2:
+        effective = min(effective, (streaming_info[0] + streaming_info[1]) * block_size_n)
+    # No sequence, no token or no head: nothing is to be cut.
+    wanted = cdiv(target, natural) if natural else 1
+    splits = min(wanted, max(1, effective // block_size_n))
+    return power_of_two_at_most(splits)

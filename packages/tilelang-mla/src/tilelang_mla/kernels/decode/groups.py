@@ -85,6 +85,11 @@ class Sizes(NamedTuple):
         return self.is_8bit and self.block_n == 128
 
     @property
+    def records_are_rows(self) -> bool:
+        """Whether records are, for 64 rows: records.cuh has blocks of 64, and :attr:`loaders` are by rows else."""
+        return self.cache == "656" and not self.by_rows and (self.rows, self.block_n) == (ROWS, 64)
+
+    @property
     def told(self) -> bool:
         """Whether a list is looked at key by key only where a block has an entry that is no key."""
         return self.sparse and self.by_rows

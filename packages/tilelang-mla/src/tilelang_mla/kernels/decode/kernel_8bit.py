@@ -9,6 +9,7 @@ from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
 from tilelang_mla.kernels.decode.keys import options_of, run_keys
+from tilelang_mla.kernels.decode.records import run_records
 
 
 def attend_8bit(
@@ -23,7 +24,7 @@ def attend_8bit(
         dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, rows=block_m, by_rows=by_rows, narrow=narrow,
         paired=paired and not serial,
     )  # fmt: skip
-    run = run_keys if S.keys_are_rows and not serial else run_roles
+    run = run_roles if serial else run_records if S.records_are_rows else run_keys if S.keys_are_rows else run_roles
     records = cache == "656"
     # What 16 bytes are of the rope's elements.
     line = 8 if records else 16

@@ -22,6 +22,7 @@ from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
 
 _FILES = ("rows_of_keys.cuh", "weights_of_keys.cuh", "values_of_keys.cuh", "narrow.cuh")
 TEXT = "".join(Path(__file__).with_name(name).read_text() for name in _FILES)
+TEXT_OF_RECORDS = TEXT + Path(__file__).with_name("records.cuh").read_text()
 TEXT_OF_HALVES = Path(__file__).with_name("halves.cuh").read_text()
 # Registers of a thread that makes weights, of one that multiplies latents and of the producer, by rows and whether keys
 # are records: five warpgroups start with 96.
@@ -83,8 +84,8 @@ def bytes_of_key(S: Any) -> int:
 
 
 def groups_of(S: Any) -> int:
-    """Groups of latents whose scales are in weights of their own, as in rows_of_keys.cuh: of records of few rows."""
-    return 4 if S.cache == "656" and S.rows == 16 else 1
+    """Groups of latents whose scales keys are widened without, as in rows_of_keys.cuh and records.cuh."""
+    return 4 if S.cache == "656" and S.rows != 32 else 1
 
 
 def bytes_of_matrices(S: Any) -> int:
@@ -121,11 +122,13 @@ def alloc_key_barriers(T, S):
 
 
 def options_of(S: Any, serial: bool) -> dict[str, Any]:
-    """Of a kernel: threads of a program, one in C, else three warpgroups, or five where keys are rows; what it is
-    compiled with, unless in C; and programs of a cluster."""
+    """Of a kernel: threads of a program, one in C, else three warpgroups, or five or four where keys are rows; what it
+    is compiled with, unless in C; and programs of a cluster."""
     if serial:
         return {"threads": 1}
     options: dict[str, Any] = {"threads": (5 if S.keys_are_rows else 2 + S.loaders) * GROUP}
+    if S.records_are_rows:
+        return {"threads": 4 * GROUP, "prelude": TEXT_OF_RECORDS}
     if S.boxes:
         options["prelude"] = TEXT_OF_BOXES
     elif S.keys_are_rows or S.by_rows:
@@ -167,6 +170,10 @@ def grouped(S: Any) -> str:
 
 def name_of(S: Any, name: str, *constants: Any) -> str:
     """A function of the texts for widened keys, or of narrow.cuh, for these sizes."""
+    if S.records_are_rows:
+        return f"mla::records::{name}" + (
+            f"<{', '.join(str(value).lower() for value in constants)}>" if constants else ""
+        )
     shape = (S.rows, S.dim_rope, S.cache == "656", *constants)
     return f"mla::{'narrow::' if S.narrow else ''}{name}<{', '.join(str(value).lower() for value in shape)}>"
 

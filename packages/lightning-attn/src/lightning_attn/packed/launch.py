@@ -11,10 +11,11 @@ from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.launching import Launch, TmaLaunch, by_alignment, launch_nothing
 from kernel_reference.together import compiled_together
 from lightning_attn import launch
+from lightning_attn.boxes import tma_box
 from lightning_attn.kernels import states
 from lightning_attn.kernels.schedule import RowStrides, StateStrides
 from lightning_attn.kernels.states import StateSizes, SumStrides
-from lightning_attn.launch import _NO_STATES, _keep_state, _prepare_prefill, _tma_box
+from lightning_attn.launch import _NO_STATES, _keep_state, _prepare_prefill
 from lightning_attn.packed.plan import StatePlan, StateProblem, plan_state
 from lightning_attn.plan import (
     BackwardProblem,
@@ -149,7 +150,7 @@ def _make_lanes(problem: StateProblem, plan: StatePlan, device: torch.device) ->
     )  # fmt: skip
     strides = _sum_strides(problem)._replace(k=None, v=None)
     counts = (problem.rows, problem.sequences, problem.reach)
-    boxes = [_tma_box(operand, plan.chunk, 64) for operand in (problem.k, problem.v)]
+    boxes = [tma_box(operand, plan.chunk, 64) for operand in (problem.k, problem.v)]
     # Two programs an SM.
     more = {"maxnreg": 128} if heads.head_qk <= 128 else {}
     sums = TmaLaunch(

@@ -152,7 +152,7 @@ def test_addresses_that_are_kept_are_so_many_at_most(monkeypatch: pytest.MonkeyP
 
 
 def test_counters_of_a_pool_are_found_once_made_unless_they_are_too_few() -> None:
-    from gdn_split.step.launch import Counters
+    from kernel_reference.lasting import Counters
 
     pool, counters = torch.zeros(4), Counters()
     assert counters.found(pool, 2) is None

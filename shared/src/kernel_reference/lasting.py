@@ -29,6 +29,35 @@ def lasting(make: Callable[[], torch.Tensor], device: torch.device) -> torch.Ten
         return thread.submit(make_apart).result()
 
 
+class Counters:
+    """For each pool of states the counters of the programs that have read it, or taken part of what becomes of it.
+
+    Zeros, which every launch leaves as zeros. They are a pool's own, some for each slot: launches that run at the same
+    time share neither slots nor, so, counters. A pool is known by its address. Counters are never freed, since a
+    captured graph may hold on to them: 4 bytes each.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def of(self, pool: torch.Tensor, count: int) -> torch.Tensor:
+        """At least ``count`` counters for this pool."""
+        found = self.found(pool, count)
+        if found is None:
+            found = lasting(lambda: torch.zeros(count, dtype=torch.int32, device=pool.device), pool.device)
+            # While a graph is captured, what is made is the graph's own: zeros in each replay.
+            if not (pool.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._kept.append(found)
+                self._found[pool.data_ptr(), pool.device] = found
+        return found
+
+    def found(self, pool: torch.Tensor, count: int) -> torch.Tensor | None:
+        """These, if they are made."""
+        found = self._found.get((pool.data_ptr(), pool.device))
+        return found if found is not None and found.shape[0] >= count else None
+
+
 @lru_cache
 def nothing(device: torch.device) -> torch.Tensor:
     """What a kernel is passed for a tensor that it neither reads nor writes: one float32 a device."""

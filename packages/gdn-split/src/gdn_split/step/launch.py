@@ -16,40 +16,10 @@ from gdn_split.kernels.layer import StepStrides
 from gdn_split.plan import StepPlan, StepProblem, plan_step
 from gdn_split.tensors import Commit, Step
 from kernel_reference.integers import cdiv, power_of_two_at_least
-from kernel_reference.lasting import lasting
+from kernel_reference.lasting import Counters
 from kernel_reference.launching import Launch, launch_nothing
 
 Tensor = torch.Tensor
-
-
-class Counters:
-    """For each pool of convolution states the counters of the programs that have read it, or taken part of a head.
-
-    Zeros, which every launch leaves as zeros. They are a pool's own, some for each slot: launches that run at the same
-    time share neither slots nor, so, counters. A pool is known by its address. Counters are never freed, since a
-    captured graph may hold on to them: 16 bytes a slot of Qwen3-Next.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, torch.device], Tensor] = {}
-        self._kept: list[Tensor] = []
-
-    def of(self, pool: Tensor, count: int) -> Tensor:
-        """At least ``count`` counters for this pool."""
-        found = self.found(pool, count)
-        if found is None:
-            found = lasting(lambda: torch.zeros(count, dtype=torch.int32, device=pool.device), pool.device)
-            # While a graph is captured, what is made is the graph's own: zeros in each replay.
-            if not (pool.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._kept.append(found)
-                self._found[pool.data_ptr(), pool.device] = found
-        return found
-
-    def found(self, pool: Tensor, count: int) -> Tensor | None:
-        """These, if they are made."""
-        found = self._found.get((pool.data_ptr(), pool.device))
-        return found if found is not None and found.shape[0] >= count else None
-
 
 counters = Counters()
 

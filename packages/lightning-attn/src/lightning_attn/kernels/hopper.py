@@ -120,7 +120,10 @@ def prefill_item(
     CHAINED: gl.constexpr = sizes.CHAINED
     # A ragged batch's prompts come last, as engines have it: begun first, they run beside the rows of one token.
     LAST_FIRST: gl.constexpr = REVERSED if CHAINED else SEGMENT > 0 or batch.p_cu is not None
-    wait_for_call(batch, sizes)
+    # Of a dense call nothing is read before. On an H200, 32 heads of 72, us: 180 with the wait here, below 170.
+    IS_DENSE: gl.constexpr = batch.p_cu is None and batch.p_slots is None
+    if not IS_DENSE:
+        wait_for_call(batch, sizes)
     i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, LAST_FIRST)
     if sizes.APART:
         i_n, i_segment, first, last = locate_item(batch, i_w, sizes)
@@ -134,6 +137,8 @@ def prefill_item(
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
     o = rows_of_head(pointers.o, strides.o, i_n, i_h.to(gl.int64), 1)
+    if IS_DENSE:
+        wait_for_call(batch, sizes)
     if pointers.q is not None:
         # Loaded with the bounds and the slot, not after them: for one token each wait for memory shows.
         has = has_initial(batch, i_n)

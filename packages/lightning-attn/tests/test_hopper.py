@@ -29,8 +29,8 @@ from lightning_attn.trees import launch as tree_launch
 pytestmark = pytest.mark.simulated
 
 KERNELS = (
-    "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_apart", "hopper_step", "hopper_chain", "chunked",
-    "recurrent", "trees", "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts",
+    "decay", "schedule", "hopper_ring", "hopper_rows", "hopper_apart", "hopper_long", "hopper_step", "hopper_chain",
+    "chunked", "recurrent", "trees", "hopper_states", "hopper_lead", "hopper_follow", "hopper_roles", "hopper_parts",
     "hopper_float32_step", "states", "hopper_remembered", "hopper", "hopper_tokens", "hopper_float32",
 )  # fmt: skip
 
@@ -191,6 +191,39 @@ def test_tokens_that_are_taken_apart_have_the_same_bits(
     for one, other in zip(*found, strict=True):
         assert_bitwise_equal(one, other)
     batch.check()
+
+
+@pytest.mark.parametrize(("dtype", "size", "segment", "besides", "lengths"), [
+    (torch.bfloat16, 64, 512, 2, [1, 0, 800, 1, 70, 1]), (torch.float16, 72, 0, 3, [1, 300, 200, 1, 1]),
+    (torch.bfloat16, 128, 256, 1, [400, 0, 300, 1, 1, 1]), (torch.float32, 64, 256, 2, [1, 0, 400, 1, 70, 1]),
+    (torch.float32, 72, 192, 1, [192, 1, 1, 200, 1, 193]),
+], ids=str)  # fmt: skip
+def test_programs_besides_take_part_of_long_segments_with_the_same_bits(
+    tensors, kernels, monkeypatch, shadows, dtype, size, segment, besides, lengths
+) -> None:
+    """Of those that begin in the pool, where they end, and of longer sequences; rows of no sequence are as many."""
+    for name in ("hopper_apart", "hopper_long"):
+        module = shadows[KERNELS.index(name)]
+        monkeypatch.setattr(module, "TOGETHER", module.gl.constexpr(4))
+    batch = tensors.ragged(
+        lengths, heads=(1, 2), sizes=(size, 72), dtype=dtype, slots=[3, 7, 1, 2, 0, 5][: len(lengths)], num_slots=12,
+        initial=[True, True, False, True, True, True][: len(lengths)], rows_after=205,
+    )  # fmt: skip
+    before = batch.pool.tensor.clone()
+    found = []
+    plan = PrefillPlan(64, 64, segment, 4, 2, 128 if size > 64 else 64, True)
+    if dtype == torch.float32:
+        plan = PrefillPlan(64, 64, segment, 8, 1, 64, True, bf16x6=True)
+    for one in (plan, replace(plan, long=192, besides=besides)):
+        batch.pool.tensor.copy_(before)
+        poison_(batch.out.tensor)
+        kernels.prefill(batch, one)
+        found.append((batch.out.tensor.clone(), batch.pool.tensor.clone()))
+    for one, other in zip(*found, strict=True):
+        assert_bitwise_equal(one, other)
+    batch.check()
+    if dtype != torch.float32:
+        assert not launch.counters.of(batch.pool.tensor, 1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

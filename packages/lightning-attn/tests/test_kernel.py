@@ -935,6 +935,39 @@ def test_tokens_that_are_taken_apart_on_hopper_have_the_same_bits(
 
 
 @marked(*on_hopper)
+@pytest.mark.parametrize("lengths", [
+    [1] * 9 + [3000, 0, 70, 70], [1] * 3 + [2048] + [1] * 9, [1] * 160 + [11000, 5], [2300] * 3, [70] * 40,
+], ids=["among others", "padding", "behind many", "all", "none"])  # fmt: skip
+@pytest.mark.parametrize(("sizes", "segment", "dtype", "besides"), [
+    ((128, 128), 2048, BF16, 3), ((128, 128), 4096, FP16, 3), ((64, 96), 0, FP16, 1), ((72, 72), 4096, BF16, 2),
+    ((128, 64), 2048, FP32, 2),
+], ids=str)  # fmt: skip
+def test_programs_besides_on_hopper_have_the_same_bits(
+    tensors, kernels, sizes, segment, dtype, besides, lengths
+) -> None:
+    """Sequences of one segment among them, which begin in slots that they end in."""
+    plan = replace(hopper_plan(sizes[0], segment), num_stages=2, dependent_launch=segment > 0)
+    if dtype == FP32:
+        plan = PrefillPlan(64, 64, segment, 8, 1, 64, hopper=True, bf16x6=True)
+    slots = [-1 if i % 7 == 5 else i for i in range(len(lengths))]
+    batch = tensors.ragged(
+        lengths, heads=(2, 4), sizes=sizes, dtype=dtype, slots=slots, num_slots=300, rows_after=2100,
+        initial=[i % 4 != 2 for i in range(len(lengths))],
+    )  # fmt: skip
+    before, found = batch.pool.tensor.clone(), []
+    for one in (plan, replace(plan, long=1024, besides=besides)):
+        for _ in range(5):
+            batch.pool.tensor.copy_(before)
+            poison_(batch.out.tensor)
+            kernels.prefill(batch, one)
+            found.append((batch.out.tensor.clone(), batch.pool.tensor.clone()))
+    batch.check()
+    for results in found:
+        for one, other in zip(results, found[0], strict=True):
+            assert_bitwise_equal(one, other)
+
+
+@marked(*on_hopper)
 @pytest.mark.parametrize("slopes", STEEP.values(), ids=STEEP)
 @pytest.mark.parametrize("segment", [0, 512])
 def test_steep_and_flat_decays_are_the_recurrence_on_hopper(tensors, kernels, segment, slopes) -> None:

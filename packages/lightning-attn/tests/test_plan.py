@@ -14,6 +14,7 @@ from lightning_attn.fitting import (
     LONG,
     SHORT,
     apart,
+    besides,
     by_one_role,
     narrowed,
     shared,
@@ -200,6 +201,35 @@ def test_plans_do_not_depend_on_how_many_sequences_or_tokens_there_are() -> None
     for limits in DEVICES.values():
         assert plan_prefill(TP8, "bfloat16", limits) == plan_prefill(TP8, "bfloat16", limits)
         assert plan_decode(TP8, limits) == plan_decode(TP8, limits)
+
+
+def test_a_long_segment_among_few_other_rows_has_programs_besides() -> None:
+    """In all batches of one kernel: as many as SMs have room for, where the others' rows take less time than it."""
+    shape = Heads(16, 16, 128, 128)
+    short = staged(plan_prefill(shape, "bfloat16", H200, suits_tma=True), shape, 1)
+    for tokens, sequences, more in (
+        (4096 + 32, 33, 3), (4096 + 127, 128, 3), (8192 + 64, 65, 1), (16384 + 64, 65, 0), (4096 + 255, 256, 0),
+        (2048 + 32, 33, 3), (2047 + 32, 33, 0), (128, 128, 0), (64 * 33, 64, 3),
+    ):  # fmt: skip
+        found = besides(short, shape, tokens, sequences, H200)
+        assert found == replace(short, long=2048, besides=more), (tokens, sequences)
+        assert found.covers(shape)
+    exact = plan_prefill(TP8, "float32", H200, suits_tma=True)
+    assert besides(exact, TP8, 4096 + 8, 9, H200) == replace(exact, long=2048, besides=3)
+    alike = replace(exact, shares=2)
+    assert besides(alike, TP8, 4096, 2, H200) == replace(alike, long=2048)
+    # Nor where a program takes whole sequences, where segments are shorter, or where roles have other programs.
+    many = staged(plan_prefill(MINIMAX, "bfloat16", H200, suits_tma=True), MINIMAX, 1)
+    narrow = Heads(8, 8, 64, 64)
+    for plan, heads in (
+        (many, MINIMAX), (plan_prefill(shape, "bfloat16", H200, suits_tma=True), shape),
+        (replace(exact, apart=True), TP8), (plan_prefill(TP8, "bfloat16", A100), TP8),
+        (staged(plan_prefill(narrow, "bfloat16", H200, suits_tma=True), narrow, 1), narrow),
+    ):  # fmt: skip
+        assert besides(plan, heads, 4096 + 8, 9, H200) == plan
+    assert not replace(short, besides=1).covers(shape)
+    assert not replace(short, long=2048, besides=4).covers(shape)
+    assert not replace(short, long=2048, roles=True, block_d=64).covers(shape)
 
 
 def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_else_of_another_plan() -> None:

@@ -12,7 +12,7 @@ import torch
 from kernel_reference.integers import cdiv
 from kernel_reference.launching import Launch
 from lightning_attn.kernels.schedule import Sizes, Strides
-from lightning_attn.plan import PrefillProblem
+from lightning_attn.plan import PrefillPlan, PrefillProblem
 
 Prefill = Callable[..., None]
 
@@ -22,16 +22,20 @@ Prefill = Callable[..., None]
 MOST_ROUND = 264
 
 
-def takes_tokens(problem: PrefillProblem) -> bool:
-    """Whether sequences of one token, of which a ragged batch may have many, are taken without chunks and TMA."""
-    return problem.ragged and problem.final is not None and not (problem.snapshots or problem.reversed)
-
-
 def programs_apart(problem: PrefillProblem, programs: int) -> int:
     """How many of a prefill's programs are started."""
     if problem.rows != problem.sequences:
         return programs
     return min(programs, MOST_ROUND // 2 if problem.dtype == "float32" else MOST_ROUND)
+
+
+def programs_besides(problem: PrefillProblem, plan: PrefillPlan, segments: int) -> int:
+    """How many programs a head and tile there are beside those of a packed batch's segments, for the long of these.
+
+    Fewer than of these: a grid of twice as many shares all alike.
+    """
+    most = problem.rows // plan.long
+    return most * min(plan.besides, (segments - 1) // most) if most else 0
 
 
 def behind_tokens(
@@ -44,7 +48,7 @@ def behind_tokens(
 
     grid = (cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * problem.sequences, 1, 1)
     # One kernel whatever segments and stages the prefill has. Of a float32 program's eight warps four are quicker.
-    sizes = sizes._replace(SEGMENT=0, STAGES=1, DEPENDENT_LAUNCH=False, SHARED=False, APART=False, WARPS=4)
+    sizes = sizes._replace(SEGMENT=0, STAGES=1, DEPENDENT_LAUNCH=False, SHARED=False, APART=False, LONG=0, WARPS=4)
     rest = (problem.rows, problem.sequences, problem.num_slots, problem.scale, strides._replace(carried=None), sizes)
     tokens = Launch(hopper_apart.tokens, grid, rest, device, num_warps=sizes.WARPS, dependent_launch=True)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernel_reference.launching import TmaBox
-from lightning_attn.apart import takes_tokens
+from lightning_attn.fitting import takes_tokens
 from lightning_attn.kernels.hopper_groups import Operands
 from lightning_attn.kernels.schedule import Strides
 from lightning_attn.plan import Operand, PrefillPlan, PrefillProblem

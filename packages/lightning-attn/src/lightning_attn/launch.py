@@ -17,6 +17,7 @@ import torch
 from kernel_reference.checks import fail
 from kernel_reference.dispatch import allocator
 from kernel_reference.integers import cdiv, power_of_two_at_least
+from kernel_reference.lasting import Counters
 from kernel_reference.launching import (
     Launch,
     TmaLaunch,
@@ -26,19 +27,9 @@ from kernel_reference.launching import (
     launch_nothing,
 )
 from kernel_reference.together import compiled_together
-from lightning_attn.apart import behind_tokens, programs_apart, takes_tokens
+from lightning_attn.apart import behind_tokens, programs_apart, programs_besides
 from lightning_attn.boxes import prefill_boxes, tma_box
-from lightning_attn.fitting import (
-    SHORT,
-    apart,
-    by_one_role,
-    may_share,
-    narrowed,
-    shared,
-    staged,
-    staged_by_mean,
-    widened,
-)
+from lightning_attn.fitting import fitted_prefill, may_share, narrowed, takes_tokens
 from lightning_attn.halves import MOST_ROWS, are_beside, beside, in_turn
 from lightning_attn.kernels import carried, chunked, recurrent
 from lightning_attn.kernels.schedule import DecodeStrides, RowStrides, Sizes, StateStrides, Strides
@@ -50,7 +41,6 @@ from lightning_attn.plan import (
     PrefillPlan,
     PrefillProblem,
     plan_decode,
-    plan_prefill,
     unsegmented,
 )
 from lightning_attn.tensors import Attention, Commit, Decode, Varlen
@@ -60,6 +50,9 @@ Tensor = torch.Tensor
 # For kernels that are told of a tensor that is not there.
 _NO_ROWS = RowStrides(0, 0, 0, 0)
 _NO_STATES = StateStrides(0, 0, 0, 0)
+
+# For each pool, of programs that have read a state which another one replaces.
+counters = Counters()
 
 
 @lru_cache
@@ -147,24 +140,7 @@ def _plan_prefill(
     if pinned is not None and not problem.is_gradient:
         wanted = "without hopper where q, k, v and out are not 16-byte aligned, with strides of whole 16 bytes"
         fail("plan", wanted, pinned)
-    limits = device_limits(device)
-    plan = plan_prefill(problem.heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
-    if plan.segment and may_share(problem, plan.segment):
-        # Of a ragged batch the least that it may have.
-        of_rows = cdiv(problem.rows, plan.segment)
-        segments = max(problem.sequences, of_rows) if problem.ragged else problem.sequences * of_rows
-        by_several = shared(plan, problem.heads, segments, limits)
-        if by_several.shares > 1:
-            return by_several
-    if not problem.ragged:
-        plan = by_one_role(plan, problem.heads, problem.dtype, problem.rows)
-    # How long each of a ragged batch's is only the device knows.
-    if problem.ragged:
-        plan = staged_by_mean(plan, problem.heads, problem.rows, problem.sequences)
-        return apart(plan, problem.heads, problem.rows, problem.sequences) if takes_tokens(problem) else plan
-    if problem.rows <= SHORT or problem.is_gradient:
-        return staged(plan, problem.heads, problem.rows)
-    return widened(plan, problem.heads, _segments(problem, plan), limits)
+    return fitted_prefill(problem, device_limits(device), suits_tma)
 
 
 def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
@@ -182,6 +158,10 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
     is_apart = plan.apart and takes_tokens(problem)
     if is_apart:
         sizes, grid = sizes._replace(APART=True), (programs_apart(problem, grid[0]), 1, 1)
+    if plan.long and takes_tokens(problem) and not is_apart:
+        sizes = sizes._replace(LONG=plan.long)
+        more = programs_besides(problem, plan, _segments(problem, plan))
+        grid = (grid[0] + cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * more, 1, 1)
     main: Callable[..., None]
     if plan.hopper and plan.bf16x6:
         from lightning_attn.kernels import hopper_float32
@@ -235,12 +215,15 @@ def _hopper_launch(
     chains = _chains(problem, plan.segment) if plan.chained else 0
     new_states = _workspace((2 * chains, sizes.H, sizes.E, _carried_rows(sizes.D)), device)
     tiles = chains * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
+    of_pool = problem.num_slots * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
 
     def run(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets):  # type: ignore[no-untyped-def]
         turns: tuple[Tensor | None, ...] = () if plan.roles else (None,)
         if plan.chained:
             between = new_states()
             turns = (torch.zeros(tiles, dtype=torch.int32, device=device),)
+        elif sizes.LONG and slots is not None:
+            turns = (counters.of(last, of_pool),)
         launch(*given(q, k, v, o), slopes, cu, slots, has, first, last, between, *turns, positions, targets)
 
     return run
@@ -262,7 +245,7 @@ def _with_segments(
 ) -> Callable[..., None]:  # fmt: skip
     """Segments in parallel, after the one or two launches that make the states between them."""
     strides, segment, most_summed = _strides(problem), plan.segment, sizes.SUMMED
-    sizes = sizes._replace(SUMMED=0, SHARED=False, APART=False, IN_TURN=0)
+    sizes = sizes._replace(SUMMED=0, SHARED=False, APART=False, LONG=0, IN_TURN=0)
     counts = (problem.rows, problem.sequences, problem.num_slots)
     # A sequence has states to carry if it is longer than a segment: see schedule.carried_slot.
     chains = _chains(problem, segment)

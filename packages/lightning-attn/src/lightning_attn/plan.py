@@ -148,7 +148,8 @@ class PrefillPlan(Plan):
     ``roles``: by that for sm_90 whose warps load, make scores, or follow a state, the only one of more than 128 rows.
     ``shares``: so many programs by roles, or in float32 on sm_90, share each segment, with the same bits.
     ``apart``: by the kernels for sm_90, a packed batch of as many rows as sequences has a launch ahead that takes the
-    sequences of one token, with the same bits.
+    sequences of one token, with the same bits. ``long``: by the kernels for sm_90, a packed batch's segments (or
+    whole sequences) of so many tokens or more may have ``besides`` programs more, with the same bits.
     """
 
     chunk: int
@@ -165,6 +166,8 @@ class PrefillPlan(Plan):
     part: int = 0
     shares: int = 1
     apart: bool = False
+    long: int = 0
+    besides: int = 0
 
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them, for these heads."""
@@ -182,6 +185,11 @@ class PrefillPlan(Plan):
             return False
         shares_by_roles = self.roles and self.num_stages >= 3
         if self.shares != 1 and not (self.segment and self.hopper and (shares_by_roles or self.bf16x6)):
+            return False
+        may_be_long = self.hopper and not (self.roles or self.chained or self.apart) and heads.head_qk <= 128
+        if self.long < 0 or (self.long and not (may_be_long and (self.segment or not self.bf16x6))):
+            return False
+        if not 0 <= self.besides < MOST_SHARES or (self.besides and not (self.long and self.shares == 1)):
             return False
         if not 1 <= self.shares <= MOST_SHARES:
             return False

@@ -27,6 +27,15 @@ from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate
 from lightning_attn.kernels.hopper_apart import items_of, locate_item, wait_for_ahead, wait_for_call
 from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
 from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
+from lightning_attn.kernels.hopper_long import (
+    await_shares,
+    end_share,
+    locate_share,
+    own_chunks,
+    rows_of_sequence,
+    shares_of_segment,
+    state_before_share,
+)
 from lightning_attn.kernels.hopper_ring import (
     Ring,
     Work,
@@ -76,7 +85,7 @@ def prefill(
 
     p_q, p_k, p_v None: sequences of one token are chunks as others are. CHAINED: segments pass their states on, in
     p_carried, two slots a chain; p_turns, of as many chains, heads and tiles, begins as zeros. APART: see
-    hopper_apart.py.
+    hopper_apart.py. LONG: see hopper_long.py, where p_turns counts who has read a slot of the pool, if states go there.
     """
     tensors = Operands(d_q, d_k, d_v, d_o)
     pointers = Operands(p_q, p_k, p_v, p_o)
@@ -124,11 +133,16 @@ def prefill_item(
     IS_DENSE: gl.constexpr = batch.p_cu is None and batch.p_slots is None
     if not IS_DENSE:
         wait_for_call(batch, sizes)
-    i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, LAST_FIRST)
-    if sizes.APART:
-        i_n, i_segment, first, last = locate_item(batch, i_w, sizes)
+    LONG: gl.constexpr = sizes.LONG > 0
+    if LONG:
+        i_e, i_h, i_n, i_segment, i_share, number = locate_share(batch, i_item, items, sizes)
+        i_segment, first, last = rows_of_sequence(batch, i_n, i_segment, i_share, sizes)
     else:
-        i_n, i_segment, first, last = locate(batch, i_w, SEGMENT, CHAINED)
+        i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, LAST_FIRST)
+        if sizes.APART:
+            i_n, i_segment, first, last = locate_item(batch, i_w, sizes)
+        else:
+            i_n, i_segment, first, last = locate(batch, i_w, SEGMENT, CHAINED)
     # TMA coordinates have 32 bits.
     first = first.to(gl.int32)
     last = last.to(gl.int32)
@@ -136,6 +150,7 @@ def prefill_item(
     length = last - first
     slot = slot_of(batch, i_n)
     column = i_e * BLOCK_E
+    lead = 0
     o = rows_of_head(pointers.o, strides.o, i_n, i_h.to(gl.int64), 1)
     if IS_DENSE:
         wait_for_call(batch, sizes)
@@ -143,7 +158,10 @@ def prefill_item(
         # Loaded with the bounds and the slot, not after them: for one token each wait for memory shows.
         has = has_initial(batch, i_n)
         # There may be a program for a second segment of it, which has no rows.
-        if (length == 1) & (slot >= 0) & (begin < end):
+        is_token = (length == 1) & (slot >= 0) & (begin < end)
+        if LONG:
+            is_token = is_token & (i_share < 0)
+        if is_token:
             i_first = i_n * 0
             q = rows_of_head(pointers.q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
             k = rows_of_head(pointers.k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
@@ -151,6 +169,16 @@ def prefill_item(
             single_token((q, k, v, o), begin, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
             # No chunk is left.
             end = begin
+        if LONG:
+            share = (i_share, number)
+            i_share, shares = shares_of_segment(batch, i_n, i_segment, begin, end, share, items, sizes)
+            if shares == 0:
+                end = begin
+            if shares > 1:
+                of_segment = (end - begin + CHUNK - 1) // CHUNK
+                lead = own_chunks(i_share, shares, of_segment)
+                end = gl.minimum(end, begin + own_chunks(i_share + 1, shares, of_segment) * CHUNK)
+                begin += lead * CHUNK
     if slot < 0:
         if sizes.DEPENDENT_LAUNCH:
             wait_for_ahead(batch, sizes)
@@ -166,6 +194,10 @@ def prefill_item(
         i_h_qk = i_h // sizes.RATIO_QK
         i_h_v = i_h // sizes.RATIO_V
         dtype: gl.constexpr = d_q.dtype
+        if LONG:
+            of = (i_n, i_segment, first, length, slot, i_h)
+            place = (i_box, i_h_qk, i_h_v, column, begin - lead * CHUNK)
+            S = state_before_share(tensors, pools, batch, of, place, lead, decays, sizes)
         q_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
         k_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
         v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
@@ -208,7 +240,8 @@ def prefill_item(
         L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
         o_d = hidden_zero(sizes) + gl.arange(0, D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
-        S = zero_state(sizes)
+        if not LONG:
+            S = zero_state(sizes)
         is_carried = False
         if sizes.DEPENDENT_LAUNCH:
             wait_for_ahead(batch, sizes)
@@ -217,11 +250,11 @@ def prefill_item(
             is_carried = turn > 0
         elif SEGMENT:
             is_carried = length > SEGMENT
-            if is_carried:
+            if is_carried and lead == 0:
                 i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
                 S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
         if initial.p is not None:
-            if has_initial(batch, i_n) and not is_carried:
+            if has_initial(batch, i_n) and not is_carried and lead == 0:
                 S = load_state(initial, slot, i_h, o_d, o_e, sizes)
         FP16: gl.constexpr = dtype == gl.float16
         IN_UNITS: gl.constexpr = FP16 and REVERSED
@@ -300,6 +333,17 @@ def prefill_item(
                 short = Chunk(chunks - 1, start + (chunks - 1) * stride, 0, rest)
                 S = (step(tensors, ring, buffers, o, work, short, S[0], rest_decay, sizes, True, SNAPSHOTS),)
         tma.store_wait(0)
+        if LONG and p_turns is not None:
+            begins_in_pool = shares > 1
+            if SEGMENT:
+                begins_in_pool = begins_in_pool & (length <= SEGMENT)
+            if begins_in_pool:
+                if has_initial(batch, i_n):
+                    p_count = p_turns + (slot * sizes.H + i_h) * TILES + i_e
+                    if i_share + 1 < shares:
+                        end_share(p_count)
+                    else:
+                        await_shares(p_count, shares - 1)
         if final.p is not None:
             # Read again: in the main loop the registers are needed.
             first_again, last_again = bounds(batch, i_n)

@@ -28,6 +28,7 @@ from lightning_attn.kernels.hopper_float32_step import (
     step,
 )
 from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
+from lightning_attn.kernels.hopper_long import locate_share, rows_of_sequence, shares_of_segment
 from lightning_attn.kernels.hopper_parts import allocate_parts, product_layout, rows_layout
 from lightning_attn.kernels.hopper_ring import pieces_of
 from lightning_attn.kernels.hopper_rows import (
@@ -121,14 +122,32 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
     # Not backwards, nor what dq is made of, which leaves no state.
     PLAIN: gl.constexpr = snapshots.p_positions is None and final.p is not None and not REVERSED
     SHARED: gl.constexpr = sizes.SHARED and PLAIN and not (sizes.APART or sizes.IN_TURN)
+    LONG: gl.constexpr = SHARED and sizes.LONG > 0
     i_share = 0
     shares = 1
     if SHARED:
         shares = shares_of(batch, sizes.H * TILES, SEGMENT)
         i_share = i_w % shares
         i_w = i_w // shares
+    # Of all segments, or of the long ones alone.
+    are_long = False
+    if LONG:
+        are_long = shares == 1
     if sizes.APART:
         i_n, i_segment, first, last = locate_item(batch, i_w, sizes)
+    elif LONG:
+        i_n = i_w * 0
+        i_segment = i_w * 0
+        number = i_w * 0
+        first = i_w.to(gl.int64) * 0
+        last = first
+        if are_long:
+            i_e, i_head, i_n, i_segment, i_share, number = locate_share(batch, i_item, items, sizes)
+            i_h = i_head.to(gl.int64)
+            i_segment, first, last = rows_of_sequence(batch, i_n, i_segment, i_share, sizes)
+        else:
+            i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
+            i_segment += i_n * 0
     else:
         i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)
     i_n = i_n.to(gl.int64)
@@ -150,6 +169,18 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
             if initial.p is not None:
                 # Its last program stores a state in the slot that the others would begin from.
                 shares = gl.where(length <= SEGMENT, 1, shares)
+        if LONG:
+            if are_long:
+                is_own = i_share < 0
+                i_share, shares = shares_of_segment(
+                    batch, i_n, i_segment, begin, end, (i_share, number), items, sizes
+                )  # fmt: skip
+                is_alone = shares == 0
+                if initial.p is not None:
+                    is_alone = is_alone | (length <= SEGMENT)
+                # Of one program the others have no chunks.
+                i_share = gl.where(is_alone, gl.where(is_own, 0, 1), i_share)
+                shares = gl.where(is_alone, 1, shares)
         lead = chunks_before(i_share, shares, of_segment)
         upto = chunks_before(i_share + 1, shares, of_segment)
         end = gl.where(upto > lead, gl.minimum(end, begin + upto * CHUNK), begin)

@@ -54,6 +54,8 @@ class Sizes(NamedTuple):
     SHARED: bool = False
     # Of those for sm_90: sequences of one token are another launch's, and programs go round the segments of the others.
     APART: bool = False
+    # Of those for sm_90: a packed batch's segments of so many tokens or more have other programs besides (0: none has).
+    LONG: int = 0
 
 
 class Counts(NamedTuple):
@@ -243,6 +245,22 @@ def nth_segment(i_step, segments, REVERSED: tl.constexpr):
 
 
 @triton.jit
+def sequence_of(batch, i_w, SEGMENT: tl.constexpr):
+    """The ragged sequence that grid index i_w is of."""
+    # Ahead of sequence i's first index are i, and one more for each whole segment of rows before it: where a batch
+    # has none, i is i_w. Each step waits for a load: of 7, rows of one token took 4 to 30 % longer.
+    i_n = tl.minimum(tl.maximum(i_w - batch.count.rows // SEGMENT, 0), batch.count.sequences)
+    above = i_n * 0 + tl.minimum(i_w, batch.count.sequences) + 1
+    while above - i_n > 1:
+        middle = (i_n + above) // 2
+        if first_segment(batch, middle, SEGMENT) <= i_w:
+            i_n = middle
+        else:
+            above = middle
+    return i_n
+
+
+@triton.jit
 def locate(batch, i_w, SEGMENT: tl.constexpr, BY_SEGMENT: tl.constexpr = False):
     """Sequence, segment and the sequence's rows of grid index i_w. Segments past the sequence's last have no rows.
 
@@ -258,16 +276,7 @@ def locate(batch, i_w, SEGMENT: tl.constexpr, BY_SEGMENT: tl.constexpr = False):
         i_n = i_w // tl.cdiv(batch.count.rows, SEGMENT)
         i_segment = i_w % tl.cdiv(batch.count.rows, SEGMENT)
     else:
-        # Ahead of sequence i's first index are i, and one more for each whole segment of rows before it: where a batch
-        # has none, i is i_w. Each step waits for a load: of 7, rows of one token took 4 to 30 % longer.
-        i_n = tl.minimum(tl.maximum(i_w - batch.count.rows // SEGMENT, 0), batch.count.sequences)
-        above = i_n * 0 + tl.minimum(i_w, batch.count.sequences) + 1
-        while above - i_n > 1:
-            middle = (i_n + above) // 2
-            if first_segment(batch, middle, SEGMENT) <= i_w:
-                i_n = middle
-            else:
-                above = middle
+        i_n = sequence_of(batch, i_w, SEGMENT)
         i_segment = (i_w - first_segment(batch, i_n, SEGMENT)).to(tl.int32)
     begin, end = bounds(batch, i_n)
     # Indices before the first sequence's have no rows.

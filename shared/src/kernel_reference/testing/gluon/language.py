@@ -121,7 +121,10 @@ def _jit(function: Any = None, **_: Any) -> Any:
 
 
 def languages() -> dict[str, ModuleType]:
-    barrier = SimpleNamespace(MBarrierLayout=MBarrierLayout, init=init, expect=expect, arrive=arrive, wait=wait)
+    barrier = SimpleNamespace(
+        MBarrierLayout=MBarrierLayout, init=init, expect=expect, arrive=arrive, wait=wait,
+        invalidate=lambda barrier: None,
+    )  # fmt: skip
     copies = SimpleNamespace(
         async_copy_global_to_shared=copy_to_shared, async_copy_shared_to_global=copy_from_shared,
         store_wait=lambda pendings: None,

@@ -122,6 +122,19 @@ def test_no_room_imports_one_above_it_or_beside_it(package: Path) -> None:
     assert upwards == []
 
 
+@pytest.mark.parametrize("home", HOMES, ids=lambda home: home.name)
+def test_no_module_imports_what_another_keeps_to_itself(home: Path) -> None:
+    """A name with an underscore is its module's own."""
+    own = {folder.name for folder in home.glob("src/*/")} | {"kernel_reference"}
+    private = []
+    for file in home.glob("src/**/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] in own:
+                    private += [(file.name, name.name) for name in names if re.match(r"_(?!_)", name.name)]
+    assert private == []
+
+
 @each_package
 def test_an_engine_is_imported_by_its_integration_alone(package: Path) -> None:
     imports = re.compile(r"^\s*(?:from|import) (?:sglang|transformers|vllm)\b", re.MULTILINE)

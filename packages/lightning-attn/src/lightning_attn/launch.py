@@ -49,7 +49,7 @@ Tensor = torch.Tensor
 
 # For kernels that are told of a tensor that is not there.
 _NO_ROWS = RowStrides(0, 0, 0, 0)
-_NO_STATES = StateStrides(0, 0, 0, 0)
+NO_STATES = StateStrides(0, 0, 0, 0)
 
 # For each pool, of programs that have read a state which another one replaces.
 counters = Counters()
@@ -74,10 +74,10 @@ def prepare_attention(
 ) -> Callable[[Attention], None]:
     """What runs the dense prefill."""
     if problem.rows == 0:
-        return lambda t: _keep_state(t.kv_history, t.kv)
+        return lambda t: keep_state(t.kv_history, t.kv)
     if problem.sequences == 0:
         return launch_nothing
-    prefill = _prepare_prefill(problem, plan, tensors.q.device)
+    prefill = prepare_prefill(problem, plan, tensors.q.device)
 
     def run(t: Attention) -> None:
         prefill(t.q, t.k, t.v, t.out, t.ed, None, None, None, t.kv_history, t.kv, None, None)
@@ -89,7 +89,7 @@ def prepare_varlen(problem: PrefillProblem, plan: PrefillPlan | None, tensors: V
     """What runs the ragged prefill."""
     if problem.rows == 0:
         return launch_nothing
-    prefill = _prepare_prefill(problem, plan, tensors.q.device)
+    prefill = prepare_prefill(problem, plan, tensors.q.device)
     reads, snapshots = problem.initial is not None, problem.snapshots > 0
 
     def run(t: Varlen) -> None:
@@ -113,7 +113,7 @@ def prepare_commit(problem: DecodeProblem, plan: DecodePlan | None, tensors: Com
     return lambda t: run(None, t.k, t.v, t.state_pool, t.slots, t.slopes, t.accepted, None)
 
 
-def _prepare_prefill(
+def prepare_prefill(
     problem: PrefillProblem, plan: PrefillPlan | None, device: torch.device, whole: bool = False
 ) -> Callable[..., None]:
     """What runs a prefill, called by position with q, k, v, o, slopes, cu_seqlens, slots, has_initial, initial, final,
@@ -380,7 +380,7 @@ def _strides(problem: PrefillProblem) -> Strides:
     heads = problem.heads
     q, k, v, o = (RowStrides.of(operand.strides) for operand in (problem.q, problem.k, problem.v, problem.o))
     initial, final = (
-        _NO_STATES if strides is None else StateStrides(*strides) for strides in (problem.initial, problem.final)
+        NO_STATES if strides is None else StateStrides(*strides) for strides in (problem.initial, problem.final)
     )  # fmt: skip
     rows = _carried_rows(heads.head_qk)
     state = rows * heads.head_v
@@ -416,7 +416,7 @@ def _chains(problem: PrefillProblem, segment: int) -> int:
     return min(problem.sequences, problem.rows // segment) if problem.ragged else problem.sequences
 
 
-def _keep_state(history: Tensor | None, state: Any) -> None:
+def keep_state(history: Tensor | None, state: Any) -> None:
     """The state after no tokens: [b, h, d, e] or [b, h, 1, d, e], either as the other."""
     if history is None:
         state.zero_()

@@ -12,7 +12,7 @@ from kernel_reference.launching import launch_nothing, on_device
 from kernel_reference.together import compiled_together
 from lightning_attn import launch
 from lightning_attn.gradients.plan import groups_at_once, suits_wide, wide_plan
-from lightning_attn.launch import _keep_state, _prepare_prefill
+from lightning_attn.launch import keep_state, prepare_prefill
 from lightning_attn.plan import BackwardProblem, Operand, PrefillPlan, PrefillProblem, fitted
 from lightning_attn.tensors import AttentionBackward
 
@@ -25,12 +25,12 @@ def prepare_attention_backward(
     """What makes the gradients: the problem says how."""
     if problem.dv.rows == 0:
         keeps = problem.dv.final is not None
-        return (lambda t: _keep_state(t.d_kv, t.d_history)) if keeps else launch_nothing
+        return (lambda t: keep_state(t.d_kv, t.d_history)) if keeps else launch_nothing
     if problem.dv.sequences == 0:
         return launch_nothing
     device = tensors.q.device
     other = None if plan is None else fitted(plan, problem.dq.heads)
-    prefill_dq = _prepare_prefill(problem.dq, other, device)
+    prefill_dq = prepare_prefill(problem.dq, other, device)
     groups = 0 if plan is not None else groups_at_once(problem, launch.device_limits(device))
     of_keys = _at_once(problem, groups, device) if groups else _in_turn(problem, plan, other, device)
 
@@ -45,8 +45,8 @@ def _in_turn(
     problem: BackwardProblem, plan: PrefillPlan | None, other: PrefillPlan | None, device: torch.device
 ) -> Callable[[AttentionBackward], None]:
     """dk, and then dv."""
-    prefill_dk = _prepare_prefill(problem.dk, other, device)
-    prefill_dv = _prepare_prefill(problem.dv, plan, device)
+    prefill_dk = prepare_prefill(problem.dk, other, device)
+    prefill_dv = prepare_prefill(problem.dv, plan, device)
 
     def run(t: AttentionBackward) -> None:
         _make_dk(prefill_dk, t)
@@ -59,8 +59,8 @@ def _at_once(problem: BackwardProblem, groups: int, device: torch.device) -> Cal
     """dk on a stream beside the current one, and dv, of one group of heads after the other."""
     count = problem.dv.heads.num_heads // groups
     plan = wide_plan() if suits_wide(problem.dv.heads) else None
-    prefill_dk = _prepare_prefill(_of_heads(problem.dk, count), plan, device, whole=True)
-    prefill_dv = _prepare_prefill(_of_heads(problem.dv, count), plan, device, whole=True)
+    prefill_dk = prepare_prefill(_of_heads(problem.dk, count), plan, device, whole=True)
+    prefill_dv = prepare_prefill(_of_heads(problem.dv, count), plan, device, whole=True)
 
     def run(t: AttentionBackward) -> None:
         parts = [_part(t, slice(i * count, (i + 1) * count)) for i in range(groups)] if groups > 1 else [t]

@@ -15,7 +15,7 @@ from lightning_attn.boxes import tma_box
 from lightning_attn.kernels import states
 from lightning_attn.kernels.schedule import RowStrides, StateStrides
 from lightning_attn.kernels.states import StateSizes, SumStrides
-from lightning_attn.launch import _NO_STATES, _keep_state, _prepare_prefill
+from lightning_attn.launch import NO_STATES, keep_state, prepare_prefill
 from lightning_attn.packed.plan import StatePlan, StateProblem, plan_state
 from lightning_attn.plan import (
     BackwardProblem,
@@ -36,7 +36,7 @@ def prepare_packed(problem: PrefillProblem, plan: PrefillPlan | None, tensors: P
     device = tensors.q.device
     if problem.sequences == 0 or problem.rows == 0:
         return _without_tokens(problem, lambda t: t.initial_state, lambda t: t.final_state, lambda t: (t.out,))
-    prefill, keep = _prepare_prefill(problem, plan, device), _keep_launch(problem, device)
+    prefill, keep = prepare_prefill(problem, plan, device), _keep_launch(problem, device)
 
     def run(t: Packed) -> None:
         prefill(
@@ -57,9 +57,9 @@ def prepare_packed_backward(
             problem.dv, lambda t: t.d_final, lambda t: t.d_initial, lambda t: (t.d_q, t.d_k, t.d_v)
         )  # fmt: skip
     other = None if plan is None else fitted(plan, problem.dq.heads)
-    prefill_dq = _prepare_prefill(problem.dq, other, device)
-    prefill_dk = _prepare_prefill(problem.dk, other, device)
-    prefill_dv = _prepare_prefill(problem.dv, plan, device)
+    prefill_dq = prepare_prefill(problem.dq, other, device)
+    prefill_dk = prepare_prefill(problem.dk, other, device)
+    prefill_dv = prepare_prefill(problem.dv, plan, device)
     keep = _keep_launch(problem.dv, device)
 
     def run(t: PackedBackward) -> None:
@@ -79,7 +79,7 @@ def prepare_state(problem: StateProblem, plan: StatePlan | None, tensors: State)
     if problem.sequences == 0:
         return launch_nothing
     if problem.rows == 0:
-        return lambda t: _keep_state(t.initial_state, t.final_state)
+        return lambda t: keep_state(t.initial_state, t.final_state)
 
     def make(aligned: bool) -> Callable[..., None]:
         found = _plan_state(problem, plan, aligned, device)
@@ -214,7 +214,7 @@ def _keep_sizes(heads: Heads) -> StateSizes:
 
 
 def _state_strides(strides: Strides | None) -> StateStrides:
-    return _NO_STATES if strides is None else StateStrides(*strides)
+    return NO_STATES if strides is None else StateStrides(*strides)
 
 
 def _without_tokens(
@@ -227,6 +227,6 @@ def _without_tokens(
         for tensor in rows(t):
             tensor.zero_()
         if problem.sequences and problem.final is not None:
-            _keep_state(before(t), after(t))
+            keep_state(before(t), after(t))
 
     return run

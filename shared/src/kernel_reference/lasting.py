@@ -1,4 +1,4 @@
-"""Memory that stays between calls, such as counters that kernels leave at zero."""
+"""Memory that stays between calls, such as counters that kernels leave as zeros."""
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +41,6 @@ from kernel_reference.checks import (
     validate_values,
     values_are_checked,
 )
-from kernel_reference.lasting import lasting
 
 
 def test_an_error_names_the_argument_what_it_must_be_and_what_it_was() -> None:
@@ -271,29 +267,6 @@ def test_what_is_asked_of_tensors_is_asked_of_longer_ones_by_their_own_lengths()
     with pytest.raises(ValueError, match=r"^out must be a tensor that shares no memory with q, got torch.float32"):
         longer(pool[:9], None, pool[8:10], None)
     short(pool[:9], None, pool[9:11], None)
-
-
-def test_what_lasts_is_made_by_another_thread_unless_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch.compile's graphs own what a thread allocates while they warm up."""
-    seen: list[Any] = []
-    here, gpu, capturing = threading.get_ident(), SimpleNamespace(type="cuda"), False
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(seen.append(device)))
-    waited = SimpleNamespace(synchronize=lambda: seen.append(threading.get_ident()))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: waited)
-
-    def make() -> torch.Tensor:
-        seen.append(threading.get_ident())
-        return torch.ones(2)
-
-    assert lasting(make, gpu).sum() == 2  # type: ignore[arg-type]
-    assert seen == [gpu, seen[1], seen[1]]
-    assert seen[1] != here
-    capturing = True
-    for device in (gpu, torch.device("cpu")):
-        seen.clear()
-        assert lasting(make, device).sum() == 2  # type: ignore[arg-type]
-        assert seen == [here]
 
 
 @random(st.data())

@@ -151,20 +151,6 @@ def test_addresses_that_are_kept_are_so_many_at_most(monkeypatch: pytest.MonkeyP
     assert at == {(2,): bool}
 
 
-def test_counters_of_a_pool_are_found_once_made_unless_they_are_too_few() -> None:
-    from kernel_reference.lasting import Counters
-
-    pool, counters = torch.zeros(4), Counters()
-    assert counters.found(pool, 2) is None
-    made = counters.of(pool, 2)
-    assert counters.found(pool, 2) is counters.of(pool, 1) is made
-    assert counters.found(pool, 3) is None
-    more = counters.of(pool, 3)
-    assert counters.found(pool, 2) is more is not made
-    # Graphs hold an address alone.
-    assert [*map(id, counters._kept)] == [id(made), id(more)]
-
-
 class Nothing(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))

@@ -452,8 +452,8 @@ class Taken:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[PrefillPlan] = []
-        for name in ("_hopper", "_portable"):
-            monkeypatch.setattr(launch, name, self._prepare(name == "_hopper"))
+        for name in ("prepare_hopper", "_portable"):
+            monkeypatch.setattr(launch, name, self._prepare(name == "prepare_hopper"))
         monkeypatch.setattr(launch, "device_limits", lambda device: H200)
         monkeypatch.setattr(ops, "launches", PreparedLaunches())
 

@@ -559,7 +559,7 @@ def test_the_same_call_gives_the_same_bits(make, function, inputs) -> None:
 
 
 def test_the_static_rule_asks_the_device_for_its_cores(device: torch.device) -> None:
-    from tilelang_mla.plan import get_splits
+    from tilelang_mla.waves import get_splits
 
     cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     for given in ((1, 16, 1, 8192), (32, 16, 1, 8192)):

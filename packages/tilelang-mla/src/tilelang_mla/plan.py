@@ -168,7 +168,8 @@ class DecodeTiles(Plan):
 
     ``num_stages`` blocks are in flight. A grid has ``num_splits`` parts for each sequence and ``spare_parts`` for all
     of them, which those share that are cut further; neither depends on the batch or on lengths. ``by_rows``: the
-    producer's threads keep addresses of keys that lie anywhere, and widen those of 8 bits for more than 32 rows.
+    producer's threads keep addresses of keys that lie anywhere, and widen those of 8 bits for more than 32 rows, unless
+    :meth:`records_are_rows`.
     ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each. By choice
     alone: tensor cores keep 13 bits of such sums, so that large products which cancel take small ones with them.
     ``early``: scores of a block are asked for before the values of the one before it are there; only where dense keys

@@ -1,4 +1,5 @@
-"""The decoding kernel over a cache of 8 bits: keys as rows (keys.py), or widened by the producer (widen.py).
+"""The decoding kernel over a cache of 8 bits: keys as rows (keys.py, records.py), or widened by the
+producer (rows.py, widen.py).
 
 All else is as in kernel.py.
 """

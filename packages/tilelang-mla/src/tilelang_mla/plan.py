@@ -209,16 +209,18 @@ class DecodeTiles(Plan):
             held = 2 * self.block_m * (held + 2 * weights * self.block_n)
             return held + self.num_stages * _OF_STAGE * (key + 1) + 172 * self.block_m + _BESIDE + 2048
         width = problem.dim_nope + problem.dim_rope
-        if self.records_are_rows(problem):
-            held = 2 * self.block_m * (width + 2 * self.block_n) + STAGES_OF_RECORDS * _OF_STAGE * 657
-            return held + 172 * self.block_m + _BESIDE + 1024
         if self.block_m == _NARROW:
             # Keys of 16 bits are rows: q and weights twice, and what is known of rows.
             held = 2 * self.block_m * (width + self.block_n) + self.num_stages * self.block_n * width
             return held * problem.bits // 8 + 172 * self.block_m + _BESIDE + 1024
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.loads_by_rows(problem) else 0
-        return held * problem.bits // 8 + raw + _BESIDE
+        counted = held * problem.bits // 8 + raw + _BESIDE
+        if self.records_are_rows(problem):
+            # Lists of records are widened by rows.
+            held = 2 * self.block_m * (width + 2 * self.block_n) + STAGES_OF_RECORDS * _OF_STAGE * 657
+            counted = max(counted, held + 172 * self.block_m + _BESIDE + 1024)
+        return counted
 
     def num_programs(self, problem: DecodeProblem, shared: bool, planned: bool, cores: int) -> int:
         """Programs of a launch. Parts of no schedule are in no order: a program for each is more even."""

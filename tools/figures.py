@@ -52,7 +52,8 @@ class Axis:
             found = [tick for tick in every if self.low <= tick <= self.high]
             if len(found) <= MOST_TICKS:
                 break
-        return [0.0, *found] if self.has_zero else found
+        # The words of the first one beside a zero need room.
+        return [0.0, *(tick for tick in found if self.at(tick) >= 8)] if self.has_zero else found
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class Axis:
     def at(self, value: float) -> float:
         if value <= 0:
             return 0.0
-        return round(100 * math.log(value / self.low) / math.log(self.high / self.low), 2)
+        # So fine that a mark just left of its bar has another place than the bar.
+        return round(100 * math.log(value / self.low) / math.log(self.high / self.low), 4)
 
     @property
     def ticks(self) -> list[float]:
@@ -76,13 +77,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a chart: points, the targets there, and what stands at its end."""
+    """One line of a chart: points, the targets there, and what stands at its end; ``asked`` is what was judged."""
 
     label: str
     points: Sequence[Point]
     bars: Sequence[Point] = ()
     value: str = ""
     verdict: str = ""
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,16 @@ class Mark:
 
 @dataclass(frozen=True)
 class Roof:
-    """A line from one place to another, and where its name stands, all in percents from the left and from the top."""
+    """A line from one place to another, all in percents from the left and from the top.
+
+    Its name ends above ``name_at``, where marks are few, or begins below it.
+    """
 
     start: tuple[float, float]
     end: tuple[float, float]
     label: str
     name_at: tuple[float, float]
+    above: bool = True
 
 
 @dataclass(frozen=True)
@@ -163,9 +169,13 @@ def roofline(records: Sequence[Record], looks: Mapping[str, Look]) -> Plot:
     # Where the slope enters the picture: at its left edge or at its lower one.
     first = max(x.low, y.low / copy)
     foot, top, right = (_place(x.at(i), y.at(min(gemm, copy * i))) for i in (first, ridge, x.high))
-    middle = _place(x.at((first * ridge) ** 0.5), y.at(copy * (first * ridge) ** 0.5))
+    # As far up as leaves the ceiling its own name; a short slope has no room for words to the left of it.
+    along = min(1.0, 60 / top[0])
+    named = (round(along * top[0], 2), round(foot[1] + along * (top[1] - foot[1]), 2))
+    if not (above := named[0] >= 33):
+        named = (round((foot[0] + top[0]) / 2, 2), round((foot[1] + top[1]) / 2, 2))
     roofs = [
-        Roof(foot, top, f"copy {bytes_per_second(1e3 * copy)}", middle),
+        Roof(foot, top, f"copy {bytes_per_second(1e3 * copy)}", named, above),
         Roof(top, right, f"GEMM {gemm:.0f} TFLOP/s", right),
     ]
     marks = _marks(records, looks, lambda r: _place(x.at(r.flops / r.bytes), y.at(r.tflop_per_s or 0)))
@@ -211,7 +221,7 @@ def speeds(cases: Mapping[str, Sequence[Record]], looks: Mapping[str, Look]) -> 
                 Point(
                     looks[peer.implementation],
                     speed,
-                    f"{speed:.2f} × as fast as {peer.implementation}\n"
+                    f"{speed:.3f} × as fast as {peer.implementation}\n"
                     f"{duration(ours.median_us)}, {peer.implementation} {duration(peer.median_us)}",
                 )
                 for peer in rivals
@@ -222,9 +232,8 @@ def speeds(cases: Mapping[str, Sequence[Record]], looks: Mapping[str, Look]) -> 
                 for label, bar in targets
                 if label in looks
             ]
-            rows.append(
-                Row(_label(ours, records), points, bars, duration(ours.median_us) or ours.status, verdict(ours))
-            )
+            value = duration(ours.median_us) or ours.status
+            rows.append(Row(_label(ours, records), points, bars, value, verdict(ours), ours.requirement or ""))
     return Chart(rows, line=1.0)
 
 

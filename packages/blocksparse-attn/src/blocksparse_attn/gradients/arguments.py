@@ -50,17 +50,23 @@ class Results(NamedTuple):
     d_sinks: Tensor
 
 
-def new_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def results_for(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    q = inputs.q
-    return q.new_empty((*q.shape[:-1], inputs.v.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
+
+
+def gradients_for(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Results:
+    """Contiguous ones."""
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return Results(d_q, d_k, d_v, q.new_empty(0) if sinks is None else torch.empty_like(sinks))
+
+
+def new_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return results_for(inputs.q, inputs.v)
 
 
 def new_gradients(inputs: Inputs) -> Results:
-    """Contiguous ones."""
-    sinks = inputs.q.new_empty(0) if inputs.sinks is None else torch.empty_like(inputs.sinks)
-    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
-    return Results(d_q, d_k, d_v, sinks)
+    return gradients_for(inputs.q, inputs.k, inputs.v, inputs.sinks)
 
 
 def options_of(numbers: tuple[Any, ...]) -> Options:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from blocksparse_attn.arguments import lse_shape
+from blocksparse_attn.gradients.arguments import Results, gradients_for, results_for
 from blocksparse_attn.selected.arguments import Options, Tensors, check_selected
 from blocksparse_attn.selected.plan import Problem
 from kernel_reference.checks import fail
@@ -30,26 +31,12 @@ class Inputs(NamedTuple):
     v_scale: Tensor | None
 
 
-class Results(NamedTuple):
-    """``d_sinks`` [0] without sinks."""
-
-    d_q: Tensor
-    d_k: Tensor
-    d_v: Tensor
-    d_sinks: Tensor
-
-
 def new_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out and lse."""
-    q = inputs.q
-    return q.new_empty((*q.shape[:-1], inputs.v_cache.shape[-1])), q.new_empty(lse_shape(q), dtype=torch.float32)
+    return results_for(inputs.q, inputs.v_cache)
 
 
 def new_gradients(inputs: Inputs) -> Results:
-    """Contiguous ones."""
-    sinks = inputs.q.new_empty(0) if inputs.sinks is None else torch.empty_like(inputs.sinks)
-    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
-    return Results(d_q, d_k, d_v, sinks)
+    return gradients_for(inputs.q, inputs.k_cache, inputs.v_cache, inputs.sinks)
 
 
 def check_attention(inputs: Inputs, numbers: tuple[Any, ...]) -> Problem:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from blocksparse_attn.selected.gradients.arguments import Inputs, Results
+from blocksparse_attn.gradients.arguments import Results
+from blocksparse_attn.selected.gradients.arguments import Inputs
 from blocksparse_attn.selected.plan import Problem
 from kernel_reference.checks import validate_values
 from kernel_reference.differentiable import Backward

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import kernel_reference
 from kernel_reference.lasting import lasting
 from kernel_reference.testing import contract
 
@@ -126,6 +127,12 @@ def test_a_result_kept_in_one_buffer_is_compared_with_what_it_was(device: torch.
     buffer = torch.zeros(4, device=device)
     with pytest.raises(AssertionError, match="call 1"):
         contract.check_deterministic(lambda: buffer.add_(1))
+
+
+def test_a_version_of_other_metadata_fails() -> None:
+    contract.check_version(kernel_reference, "kernel-reference")
+    with pytest.raises(AssertionError, match="'kernel-reference'"):
+        contract.check_version(kernel_reference, "another")
 
 
 def test_rows_that_depend_on_their_neighbours_fail(device: torch.device) -> None:

@@ -28,7 +28,7 @@ from blocksparse_attn.plan import DeviceLimits, Problem, num_slots
 from kernel_reference import blocks
 from kernel_reference.integers import cdiv
 from kernel_reference.testing import contract
-from kernel_reference.testing.guards import assert_bitwise_equal, poison_
+from kernel_reference.testing.guards import Grids, assert_bitwise_equal, poison_
 from kernel_reference.testing.memory import check_far_apart, much_memory
 
 sanitize = pytest.mark.sanitize
@@ -770,23 +770,9 @@ def test_caches_of_more_than_2_to_the_31_elements_are_read_to_their_ends(tensors
 # Grids
 
 
-class Grids:
-    """Stands in for launches: records their grids, and starts nothing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.grids: list[tuple[str, tuple[int, int, int]]] = []
-        grids = self.grids
-
-        class Recorded:
-            def __init__(self, kernel: Any, grid: tuple[int, int, int], *rest: Any, **options: Any) -> None:
-                grids.append((kernel.fn.__name__, grid))
-
-            def __call__(self, *given: Any) -> None:
-                pass
-
-        monkeypatch.setattr(launch, "Launch", Recorded)
-        monkeypatch.setattr(launch, "TmaLaunch", Recorded)
-        monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, hopper=True))
+@pytest.fixture
+def grids(monkeypatch) -> Grids:
+    return Grids(monkeypatch, DeviceLimits(132, 232448, hopper=True), launch)
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -818,8 +804,7 @@ MANY = 70_000
 @pytest.mark.parametrize(
     "plan", [lists(), lists(64, 64, 3), packed(), packed(64, 64, 3, 1, 8), hopper(), None], ids=str
 )
-def test_grids_of_many_sequences_and_rows_have_one_dimension(monkeypatch, plan, kind) -> None:
-    grids = Grids(monkeypatch)
+def test_grids_of_many_sequences_and_rows_have_one_dimension(grids, plan, kind) -> None:
     for rows, sequences in ((MANY, MANY), (2**21, 3), (1, 1), (2**20, MANY)):
         prepare(rows // sequences if kind == "padded" else rows, sequences, plan, kind)
     assert len(grids.grids) >= 4
@@ -829,19 +814,17 @@ def test_grids_of_many_sequences_and_rows_have_one_dimension(monkeypatch, plan, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_rows_launch_nothing(monkeypatch, kind) -> None:
-    grids = Grids(monkeypatch)
+def test_no_rows_launch_nothing(grids, kind) -> None:
     for sequences in (0, 3):
         prepare(0, sequences, lists(), kind)
     assert not grids.grids
 
 
-def test_the_grid_grows_with_rows_and_sequences_and_never_with_the_longest(monkeypatch) -> None:
+def test_the_grid_grows_with_rows_and_sequences_and_never_with_the_longest(grids, monkeypatch) -> None:
     """At most two slots a sequence are empty, one if packed; programs past a sequence's end would walk keys in vain.
 
     The kernel for sm_90 has no more programs than there are SMs.
     """
-    grids = Grids(monkeypatch)
     monkeypatch.setattr(launch, "persistent_programs", lambda device: 100)
     for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7)):
         for plan, tokens, heads, spare in (

@@ -445,21 +445,7 @@ def test_cpu_tensors_need_no_triton() -> None:
 
 
 def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none() -> None:
-    run_alone(
-        """
-        import importlib
-        from importlib import metadata
-        import torch
-        def missing(name):
-            raise metadata.PackageNotFoundError(name)
-        metadata.version = missing
-        import blocksparse_attn
-        assert blocksparse_attn.__version__ == "0+source", blocksparse_attn.__version__
-        metadata.version = {"blocksparse-attn": "1.2.3"}.__getitem__
-        importlib.reload(blocksparse_attn)
-        assert blocksparse_attn.__version__ == "1.2.3", blocksparse_attn.__version__
-        """
-    )
+    contract.check_version(blocksparse_attn, "blocksparse-attn")
 
 
 def test_every_exported_name_exists() -> None:

@@ -430,6 +430,10 @@ def test_importing_the_package_imports_no_triton_and_initialises_no_gpu() -> Non
     )
 
 
+def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none() -> None:
+    contract.check_version(gdn_split, "gdn-split")
+
+
 @every_public_function
 def test_public_functions_run_under_inference_mode(
     device: torch.device, function: Callable[..., Any], inputs: Callable[..., list[Tensor]]

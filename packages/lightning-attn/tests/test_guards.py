@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 import lightning_attn
-from kernel_reference.testing.guards import Canaried, assert_bitwise_equal, canaried
+from kernel_reference.testing.guards import Canaried, Grids, assert_bitwise_equal, canaried
 from kernel_reference.testing.memory import check_far_apart, much_memory
 from lightning_attn import launch
 from lightning_attn.kernels import schedule
@@ -366,27 +366,6 @@ def test_a_packed_pool_of_more_than_2_to_the_31_elements_is_read_and_written_in_
 # Grids
 
 
-class Grids:
-    """Stands for launches: remembers their grids and what they were called with, and starts nothing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, limits: DeviceLimits) -> None:
-        self.grids: list[tuple[str, tuple[int, int, int]]] = []
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        grids, calls = self.grids, self.calls
-
-        class Recorded:
-            def __init__(self, kernel: Any, grid: tuple[int, int, int], *rest: Any, **options: Any) -> None:
-                self.name = kernel.fn.__name__
-                grids.append((self.name, grid))
-
-            def __call__(self, *given: Any) -> None:
-                calls.append((self.name, given))
-
-        monkeypatch.setattr(launch, "Launch", Recorded)
-        monkeypatch.setattr(launch, "TmaLaunch", Recorded)
-        monkeypatch.setattr(launch, "device_limits", lambda device: limits)
-
-
 PLAIN = DeviceLimits(108, 166912)
 
 
@@ -413,7 +392,7 @@ MANY = 70_000
 def test_the_grids_of_many_sequences_rows_and_snapshots_are_such_as_a_launch_can_take(
     monkeypatch, kernels, segment
 ) -> None:
-    grids = Grids(monkeypatch, PLAIN)
+    grids = Grids(monkeypatch, PLAIN, launch)
     plan = PrefillPlan(16, 16, segment, 4, 2)
     prepare_ragged(kernels, MANY, MANY, plan)
     prepare_ragged(kernels, 2**21, 3, plan)
@@ -432,7 +411,7 @@ def test_the_grids_of_many_sequences_rows_and_snapshots_are_such_as_a_launch_can
 
 def test_no_drafts_launch_nothing(monkeypatch, kernels) -> None:
     """There are no rows to read then, not even one too many."""
-    grids = Grids(monkeypatch, PLAIN)
+    grids = Grids(monkeypatch, PLAIN, launch)
     for sequences, tokens in ((3, 0), (0, 4), (0, 0)):
         q, pool = meta(sequences, tokens, 2, 16), meta(5, 2, 16, 16)
         slots, slopes = meta(sequences, dtype=torch.int32), meta(2, dtype=FP32)
@@ -646,7 +625,7 @@ def test_launches_have_a_program_for_each_segment_and_a_state_between_them(monke
         cu, rows = random_bounds(rng)
         if not rows:
             continue
-        grids = Grids(monkeypatch, PLAIN)
+        grids = Grids(monkeypatch, PLAIN, launch)
         prepare_ragged(kernels, rows, len(cu) - 1, plan)
         assert grids.calls[-1][0] == "prefill"
         states = states_between(rows, len(cu) - 1, segment)
@@ -678,7 +657,7 @@ def test_states_between_segments_are_allocated_only_for_sequences_longer_than_a_
 
         return allocate
 
-    Grids(monkeypatch, PLAIN)
+    Grids(monkeypatch, PLAIN, launch)
     monkeypatch.setattr(launch, "_workspace", counted)
     plan = PrefillPlan(16, 16, 64, 4, 2)
     q, kv, ed = meta(1000, 2, 64, 16), meta(1000, 2, 1, 16, 16, dtype=FP32), meta(2, dtype=FP32)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import metadata
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -413,17 +411,8 @@ def test_cpu_tensors_need_no_triton() -> None:
     )
 
 
-@pytest.mark.parametrize(("installed", "wanted"), [({"lightning-attn": "1.2.3"}, "1.2.3"), ({}, "0+source")], ids=str)
-def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none(monkeypatch, installed, wanted) -> None:
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(metadata, "version", version)
-        assert importlib.reload(lightning_attn).__version__ == wanted
-    importlib.reload(lightning_attn)
+def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none() -> None:
+    contract.check_version(lightning_attn, "lightning-attn")
 
 
 def test_all_names_that_are_exported_are_there() -> None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from kernel_reference.integers import cdiv
-from kernel_reference.testing.guards import assert_bitwise_equal
+from kernel_reference.testing.guards import Grids, assert_bitwise_equal
 from kernel_reference.testing.memory import check_far_apart, much_memory
 from prefix_prefill import launch
 from prefix_prefill.arguments import MergeTensors, PrefillNumbers, PrefillTensors, check_prefill
@@ -358,24 +358,9 @@ def test_packed_queries_and_caches_of_more_than_2_to_the_31_elements_are_read_to
 # Grids
 
 
-class Grids:
-    """Stands for launches: remembers their grids, and starts nothing."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.grids: list[tuple[str, tuple[int, int, int]]] = []
-        grids = self.grids
-
-        class Recorded:
-            def __init__(self, kernel: Any, grid: tuple[int, int, int], *rest: Any, **options: Any) -> None:
-                grids.append((kernel.fn.__name__, grid))
-
-            def __call__(self, *given: Any) -> None:
-                pass
-
-        for module in (launch, launch_merging):
-            monkeypatch.setattr(module, "Launch", Recorded)
-        monkeypatch.setattr(launch_hopper, "TmaLaunch", Recorded)
-        monkeypatch.setattr(launch, "device_limits", lambda device: DeviceLimits(132, 232448, hopper=True))
+@pytest.fixture
+def grids(monkeypatch) -> Grids:
+    return Grids(monkeypatch, DeviceLimits(132, 232448, hopper=True), launch, launch_hopper, launch_merging)
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -396,8 +381,7 @@ MANY = 70_000
 
 
 @pytest.mark.parametrize("plan", [portable(), portable(64, 64, 3), hopper(), hopper(64, 64, 2), None], ids=str)
-def test_grids_of_many_sequences_and_rows_have_one_dimension(monkeypatch, plan) -> None:
-    grids = Grids(monkeypatch)
+def test_grids_of_many_sequences_and_rows_have_one_dimension(grids, plan) -> None:
     for rows, sequences in ((MANY, MANY), (2**21, 3), (1, 1), (2**20, MANY)):
         prepare(rows, sequences, plan)
     part, lse = meta(2**21, 8, 128), meta(8, 2**21, dtype=FP32)
@@ -408,8 +392,7 @@ def test_grids_of_many_sequences_and_rows_have_one_dimension(monkeypatch, plan) 
         assert others == [1, 1], name
 
 
-def test_no_rows_launch_nothing(monkeypatch) -> None:
-    grids = Grids(monkeypatch)
+def test_no_rows_launch_nothing(grids) -> None:
     for sequences in (0, 3):
         prepare(0, sequences, portable())
     part, lse = meta(0, 2, 16), meta(2, 0, dtype=FP32)
@@ -418,10 +401,9 @@ def test_no_rows_launch_nothing(monkeypatch) -> None:
 
 
 def test_a_portable_launch_has_a_slot_for_every_tile_kv_head_and_split_and_no_more_than_two_to_spare(
-    monkeypatch,
+    grids,
 ) -> None:
     """The grid does not grow with the longest sequence: tiles past a sequence's end would load its prefix in vain."""
-    grids = Grids(monkeypatch)
     for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7)):
         plan = portable(16, 16, splits)
         prepare(rows, sequences, plan)
@@ -429,9 +411,8 @@ def test_a_portable_launch_has_a_slot_for_every_tile_kv_head_and_split_and_no_mo
         assert place[0] == (rows // (plan.block_m // 4) + sequences + 2) * 2 * splits
 
 
-def test_a_launch_for_sm_90_has_no_more_programs_than_pieces_of_tiles_or_than_its_plan_says(monkeypatch) -> None:
+def test_a_launch_for_sm_90_has_no_more_programs_than_pieces_of_tiles_or_than_its_plan_says(grids) -> None:
     """Nor does it grow with the longest sequence, or with the width of the block table."""
-    grids = Grids(monkeypatch)
     for rows, sequences, splits in ((1, 1, 1), (2079, 32, 1), (2079, 32, 3), (32, 32, 7), (32, 32, 0)):
         plan = hopper(128, 128, splits)
         prepare(rows, sequences, plan)

@@ -315,21 +315,7 @@ def test_cpu_tensors_need_no_triton() -> None:
 
 
 def test_the_version_is_that_of_the_metadata_or_says_that_there_is_none() -> None:
-    run_alone(
-        """
-        import importlib
-        from importlib import metadata
-        import torch
-        def missing(name):
-            raise metadata.PackageNotFoundError(name)
-        metadata.version = missing
-        import prefix_prefill
-        assert prefix_prefill.__version__ == "0+source", prefix_prefill.__version__
-        metadata.version = {"prefix-prefill": "1.2.3"}.__getitem__
-        importlib.reload(prefix_prefill)
-        assert prefix_prefill.__version__ == "1.2.3", prefix_prefill.__version__
-        """
-    )
+    contract.check_version(prefix_prefill, "prefix-prefill")
 
 
 def test_all_names_that_are_exported_are_there() -> None:

@@ -4,8 +4,12 @@ AssertionError with the reason. Results may be a tensor or any nesting of tuples
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -202,6 +206,17 @@ def check_no_host_sync(fn: Callable[[], Any]) -> None:
         raise AssertionError(f"the call waits for the GPU: {error}") from error
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def check_version(package: ModuleType, distribution: str) -> None:
+    """``__version__`` is what the metadata of ``distribution`` say, and 0+source where they are missing."""
+    missing = metadata.PackageNotFoundError(distribution)
+    for said, wanted in (("1.2.3", "1.2.3"), (missing, "0+source")):
+        with mock.patch.object(metadata, "version", side_effect=[said]) as asked:
+            version = importlib.reload(package).__version__
+        importlib.reload(package)
+        assert version == wanted, f"{package.__name__}.__version__ must be {wanted}, got {version}"
+        asked.assert_called_once_with(distribution)
 
 
 def check_int64_offsets(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,6 +46,31 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | st
     """A packed tensor filled as by :func:`poison_`: an output that a kernel is to write."""
     _check_dtype(dtype)
     return poison_(torch.empty(_sizes("shape", shape), dtype=dtype, device=_device(device)))
+
+
+class Grids:
+    """Stands for the launches of ``modules``: remembers grids and calls, and starts nothing. On a device of ``limits``.
+
+    grids: (kernel's name, grid) of each launch that was made ready; calls: (kernel's name, arguments) of each call.
+    """
+
+    def __init__(self, monkeypatch: Any, limits: Any, *modules: ModuleType) -> None:
+        self.grids: list[tuple[str, tuple[int, int, int]]] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        grids, calls = self.grids, self.calls
+
+        class Recorded:
+            def __init__(self, kernel: Any, grid: tuple[int, int, int], *rest: Any, **options: Any) -> None:
+                self.name = kernel.fn.__name__
+                grids.append((self.name, grid))
+
+            def __call__(self, *given: Any) -> None:
+                calls.append((self.name, given))
+
+        stands_in = {"Launch": Recorded, "TmaLaunch": Recorded, "device_limits": lambda device: limits}
+        for module in modules:
+            for name in stands_in.keys() & vars(module).keys():
+                monkeypatch.setattr(module, name, stands_in[name])
 
 
 class Canaried:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class Grids:
     grids: (kernel's name, grid) of each launch that was made ready; calls: (kernel's name, arguments) of each call.
     """
 
-    def __init__(self, monkeypatch: Any, limits: Any, *modules: ModuleType) -> None:
+    def __init__(self, monkeypatch: Any, limits: Any, *modules: Any) -> None:
         self.grids: list[tuple[str, tuple[int, int, int]]] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         grids, calls = self.grids, self.calls

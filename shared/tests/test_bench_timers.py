@@ -183,6 +183,21 @@ def test_one_call_below_fifty_microseconds_puts_the_whole_case_into_graphs() -> 
     assert timings["ours"].median_us == pytest.approx(60.0)
 
 
+def test_a_call_that_was_held_up_on_the_host_is_still_timed_as_the_others_are() -> None:
+    clock = FakeClock()
+    quick, numbers = clock.implementation("ours", 12.5), itertools.count()
+
+    def held_up(turn: int) -> object:
+        # Two of the three calls whose times say how long one is.
+        clock.host_us += 2000.0 if next(numbers) in (3, 4) else 0.0
+        return quick(turn)
+
+    timings = time_interleaved({"copy": clock.implementation("copy", 3.0), "ours": held_up}, 15, clock)
+    assert {label: (t.method, t.median_us) for label, t in timings.items()} == {
+        "copy": ("graph", pytest.approx(3.0)), "ours": ("graph", pytest.approx(12.5)),
+    }  # fmt: skip
+
+
 def test_a_case_may_ask_for_graphs_however_long_a_call_takes() -> None:
     clock = FakeClock()
     timings = time_interleaved({"ours": clock.implementation("ours", 200.0)}, 15, clock, in_graph=True)

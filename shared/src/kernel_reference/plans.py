@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from kernel_reference.errors import fail
@@ -26,7 +26,15 @@ class Plan:
     [64, 4, 1]
     >>> SplitPlan.from_ints([64, 4, 1])
     SplitPlan(block=64, num_warps=4, hopper=1)
+
+    In an error's one line it is what of it is no default.
+
+    >>> print(SplitPlan(64, 4))
+    SplitPlan(block=64, num_warps=4)
     """
+
+    def __str__(self) -> str:
+        return brief(self)
 
     def as_ints(self) -> list[int]:
         """The plan as a torch op takes it."""
@@ -45,6 +53,21 @@ class Plan:
             return cls(*ints)
         except TypeError:
             fail("plan", f"the numbers of a {cls.__name__}", list(ints))
+
+
+def brief(value: Any) -> str:
+    """A plan, or a problem, in one line of an error: of a dataclass's fields those that are not as they are by default.
+
+    >>> @dataclass(frozen=True)
+    ... class Tile:
+    ...     rows: int
+    ...     keys: int = 64
+    >>> brief(Tile(128, 64)), brief(Tile(128, 32))
+    ('Tile(rows=128)', 'Tile(rows=128, keys=32)')
+    """
+    told = ((field.name, getattr(value, field.name)) for field in fields(value) if field.repr)
+    defaults = {field.name: field.default for field in fields(value)}
+    return f"{type(value).__name__}({', '.join(f'{name}={own!r}' for name, own in told if own != defaults[name])})"
 
 
 def quickest_splits(tiles: int, steps: int, programs: int, *, least: int) -> int:

@@ -11,6 +11,7 @@ from blocksparse_attn.selected.arguments import Options, Tensors, check_selected
 from blocksparse_attn.selected.plan import Problem, SelectedPlan
 from kernel_reference.checks import MemoryOverlap, check_no_overlap, fail, values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
+from kernel_reference.plans import brief
 
 _library = torch.library.Library("blocksparse_attn", "FRAGMENT")
 _library.define(
@@ -31,7 +32,7 @@ def _check(tensors: Tensors, options: Options) -> tuple[Problem, SelectedPlan | 
     problem = check_selected(tensors, options)
     plan = SelectedPlan.from_ints(options.plan)
     if plan is not None and not plan.covers(problem):
-        fail("plan", f"one made for {problem}", plan)
+        fail("plan", f"one made for {brief(problem)}", plan)
     return problem, plan
 
 

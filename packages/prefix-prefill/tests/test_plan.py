@@ -13,6 +13,7 @@ from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
 from kernel_reference.testing.forks import run_alone
 from prefix_prefill import PrefillPlan
+from prefix_prefill.covering import why_not
 from prefix_prefill.plan import (
     DeviceLimits,
     Problem,
@@ -589,13 +590,17 @@ REFUSED = {
     "no programs": replace(GOOD, programs=0),
     "no splits": replace(GOOD, num_splits=0), "negative splits": replace(GOOD, num_splits=-2),
     "warps that are no power of two": replace(GOOD, num_warps=3), "no warps": replace(GOOD, num_warps=0),
-    "no stages": replace(GOOD, num_stages=0),
+    "no stages": replace(GOOD, num_stages=0), "rows that compile for minutes": replace(GOOD, block_m=512),
+    "keys that compile for minutes": replace(GOOD, block_n=2**20),
+    "more warps than a program has": replace(GOOD, num_warps=64),
 }  # fmt: skip
 ON_HOPPER = PrefillPlan(128, 128, 1, 4, 2, hopper=True)
 REFUSED_ON_HOPPER = {
     "32 rows": replace(ON_HOPPER, block_m=32), "256 rows": replace(ON_HOPPER, block_m=256),
     "32 keys": replace(ON_HOPPER, block_n=32), "256 keys": replace(ON_HOPPER, block_n=256),
     "8 warps": replace(ON_HOPPER, num_warps=8), "one stage": replace(ON_HOPPER, num_stages=1),
+    "more stages than memory has room for": replace(ON_HOPPER, num_stages=4),
+    "two programs of 128 rows": replace(ON_HOPPER, per_core=2), "no registers": replace(ON_HOPPER, loading=0),
 }  # fmt: skip
 
 
@@ -609,6 +614,27 @@ def test_a_plan_that_no_kernel_can_take_covers_nothing(plan: PrefillPlan) -> Non
 def test_a_plan_for_hopper_is_of_the_blocks_that_its_kernel_is_written_for(plan: PrefillPlan) -> None:
     assert ON_HOPPER.covers(PROMPT)
     assert not plan.covers(PROMPT)
+
+
+@pytest.mark.parametrize("plan", [*REFUSED.values(), *REFUSED_ON_HOPPER.values()], ids=[*REFUSED, *REFUSED_ON_HOPPER])
+def test_an_error_says_in_one_line_what_of_a_plan_is_wrong(plan: PrefillPlan) -> None:
+    right = ON_HOPPER if plan.hopper else GOOD
+    [changed] = (name for name in plan.__dataclass_fields__ if getattr(plan, name) != getattr(right, name))
+    words = why_not(plan, PROMPT)
+    assert changed in words or words.startswith("of tiles that fit in 229376 bytes of shared memory, not of 294912")
+    assert len(f"plan must be {words}, got {plan}") < 200
+
+
+def test_stages_of_a_plan_for_other_heads_or_another_cache_are_refused() -> None:
+    """Four stages of heads of 64 fit in shared memory, of 128 do not; over 8 bits tiles are there twice."""
+    small = replace(PROMPT, head_dim=64, head_dim_v=64, new_kv=False)
+    plan = plan_prefill(small, H200)
+    assert (plan.hopper, plan.block_n, plan.num_stages) == (True, 128, 4)
+    assert plan.covers(small)
+    for size, bits in ((128, 16), (96, 8)):
+        assert not replace(plan, q_in_registers=0).covers(
+            replace(small, head_dim=size, head_dim_v=size, cache_bits=bits)
+        )
 
 
 def test_a_plan_for_hopper_covers_only_what_its_kernel_can_take() -> None:

@@ -28,6 +28,7 @@ from kernel_reference.checks import (
     known,
 )
 from kernel_reference.paging import LAYOUTS
+from prefix_prefill.covering import why_not
 from prefix_prefill.plan import MOST_TOKENS, PrefillPlan, Problem
 from prefix_prefill.tma import is_tma_addressable
 
@@ -197,8 +198,8 @@ def check_prefill(tensors: PrefillTensors, numbers: PrefillNumbers, names: Names
     if plan is not None:
         if numbers.num_splits:
             fail("num_splits", "None where a plan is given, which has its own", numbers.num_splits)
-        if not plan.covers(problem):
-            fail("plan", f"one made for {problem}", plan)
+        if wanted := why_not(plan, problem):
+            fail("plan", wanted, plan)
     return problem
 
 

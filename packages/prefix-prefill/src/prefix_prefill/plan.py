@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kernel_reference.integers import cdiv, is_power_of_two, power_of_two_at_least
+from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.plans import Plan, quickest_splits
+from prefix_prefill.covering import MOST_SHARED, blocks_of_keys, is_mixed, why_not
+from prefix_prefill.covering import fits_hopper as fits_hopper
 from prefix_prefill.pieces import has_few_rows, is_worth_a_merge, pieces_of_one
 from prefix_prefill.problem import MOST_TOKENS as MOST_TOKENS
 from prefix_prefill.problem import DeviceLimits as DeviceLimits
 from prefix_prefill.problem import Problem as Problem
-from prefix_prefill.problem import is_converted_by_heads_of_128, is_worth_widening, may_be_widened, rows_of_a_sequence
+from prefix_prefill.problem import is_converted_by_heads_of_128, is_worth_widening, rows_of_a_sequence
 from prefix_prefill.problem import is_gathered as is_gathered
 from prefix_prefill.problem import is_packed as is_packed
 from prefix_prefill.tiles import (
@@ -23,14 +25,12 @@ from prefix_prefill.tiles import (
     head_tiles,
     most_tiles,
     shared_bytes,
-    tiles_in_registers,
     tokens_per_tile,
 )
 from prefix_prefill.two_programs import (
     LOADING_LARGE,
     SHORT_WINDOW,
     decodes_by_two,
-    fits_twice,
     has_one_each,
     has_tiles_of_64,
     is_by_two,
@@ -49,8 +49,6 @@ _SHORT_TILE = 1280
 # Registers a thread of what loads, where tiles are whole: the scheduler needs fewer, and consumers have the others. 1 x
 # 8192, 16384 and 65536 take 897, 3427 and 54109 us so, shared 982, 3729 and 57813; 1 x 2048 85.1, by 56 registers 87.1.
 _LOADING_WHOLE = 40
-# Shared memory of sm_90 in bytes, without what barriers, positions and items take.
-_MOST_SHARED = 224 * 1024
 
 
 @dataclass(frozen=True)
@@ -86,62 +84,7 @@ class PrefillPlan(Plan):
 
     def covers(self, problem: Problem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
-        if not is_power_of_two(self.block_m, self.block_n, self.num_warps):
-            return False
-        if min(self.block_m, self.block_n) < 16 or min(self.num_stages, self.programs) < 1:
-            return False
-        if self.num_splits < (0 if self.hopper else 1):
-            return False
-        return not self.hopper or (
-            problem.tma
-            and fits_hopper(problem)
-            and self.block_m in ((64,) if problem.largest_head > 256 else (64, 128))
-            and (self.block_n in _blocks_of_keys(problem) or self.block_n == 32 == keys_of_two(problem))
-            and self.num_warps == 4
-            and self.num_stages >= 2
-            and self.capping in (0, 1, 2, 3, 4)
-            and self.loading in (24, 40, 56, 72)
-            and (self.per_core == 1 or (self.per_core == 2 and self._is_shared_by_two(problem)))
-            and 0 <= self.widened <= int(self.block_m == 128 and may_be_widened(problem))
-            and 0 <= self.q_in_registers <= (0 if is_packed(problem) else tiles_in_registers(problem.head_dim))
-        )
-
-    def _is_shared_by_two(self, problem: Problem) -> bool:
-        """Whether registers and shared memory of an SM suffice for two of its programs."""
-        fits = 2 * shared_bytes(problem, self.block_m, self.block_n, self.num_stages) <= _MOST_SHARED - 8 * 1024
-        fits = fits and self.block_m == 64 and self.block_n == keys_of_two(problem) and fits_twice(problem)
-        return fits and (problem.head_dim_v <= 192 or self.loading == LOADING_LARGE)
-
-
-def _blocks_of_keys(problem: Problem) -> tuple[int, ...]:
-    """Numbers of keys in a tile that the kernel for sm_90 takes, the best one last."""
-    if problem.largest_head > 256:
-        # Of 512 not even two stages of 64 keys fit in shared memory.
-        return (32, 64) if shared_bytes(problem, 64, 64, 2) <= _MOST_SHARED else (32,)
-    # Scores of 128 keys and an accumulator of more than 192 values do not fit in registers, nor do slopes beside 128.
-    wide = problem.head_dim_v <= (128 if problem.alibi else 192) and shared_bytes(problem, 128, 128, 2) <= _MOST_SHARED
-    # Between tiles of 8 bits and of 16 there is no room for scales of 128 keys.
-    no_room = problem.token_scales and problem.largest_head > 96
-    return (64, 128) if wide and not _is_mixed(problem) and not no_room else (64,)
-
-
-def fits_hopper(problem: Problem) -> bool:
-    """Whether sizes and dtypes are such that the kernel for sm_90 is written for them."""
-    if problem.bits != 16 or (is_gathered(problem) and problem.cache_bits == 8):
-        return False
-    heads = (problem.head_dim, problem.head_dim_v)
-    if is_packed(problem):
-        # As one tile of columns. By 8 tokens of values, heads of 64 were NaN in 19 of 70 random calls on an H200.
-        return heads in ((64, 64), (128, 128)) and problem.page_size % 16 == 0 and problem.cache_bits == 16
-    if problem.cache_bits == 8:
-        # Larger heads leave no room for the tiles twice, of 8 bits and of 16.
-        return all(size % 16 == 0 and size <= 128 for size in heads)
-    return all(size % 8 == 0 for size in heads)
-
-
-def _is_mixed(problem: Problem) -> bool:
-    """Whether the cache has 8 bits an element and the new keys 16."""
-    return problem.cache_bits == 8 and problem.new_kv
+        return not why_not(self, problem)
 
 
 def multiplies_8_bits(problem: Problem) -> bool:
@@ -276,13 +219,13 @@ def _hopper(problem: Problem, programs: int) -> PrefillPlan:
     # 4 x 33 behind 16384, heads of 192, window 4096: 26.2 us on an H200, by 128 rows 31.2.
     few_gathered = few_tiles and problem.largest_head > 128 and is_gathered(problem)
     of_64 = _rows_of_a_tile(problem) == 64 or has_tiles_of_64(problem, programs) or few_gathered
-    if _is_mixed(problem):
+    if is_mixed(problem):
         # Converters to bfloat16 take registers from the consumers.
         return PrefillPlan(64 if of_64 else 128, 64, 0, 4, 3, hopper=True)
     if is_by_two(problem, of_64, few_tiles, programs):
         return _two_programs(problem)
     # The largest tiles of keys whose scores stay in registers and two of which, values included, fit in shared memory.
-    block_n = 64 if problem.alibi and problem.largest_head <= 256 else _blocks_of_keys(problem)[-1]
+    block_n = 64 if problem.alibi and problem.largest_head <= 256 else blocks_of_keys(problem)[-1]
     return _one_consumer(problem, block_n) if of_64 else _two_consumers(problem, block_n)
 
 
@@ -305,7 +248,7 @@ def _one_consumer(problem: Problem, block_n: int) -> PrefillPlan:
     plan = PrefillPlan(64, block_n, 0, 4, 2, hopper=True)
     if is_gathered(problem):
         # 1, 16 and 64 rows behind 8000, 1000 and 8000: 25.8, 27.9, 547.6 us on an H200, by 128 keys 31.0, 33.1, 509.3.
-        return replace(plan, num_stages=4) if shared_bytes(problem, 64, 64, 4) <= _MOST_SHARED else plan
+        return replace(plan, num_stages=4) if shared_bytes(problem, 64, 64, 4) <= MOST_SHARED else plan
     if is_converted_by_heads_of_128(problem):
         plan = replace(plan, loading=72)
     small = problem.head_dim == problem.head_dim_v == 64 and is_plain(problem) and not problem.joined
@@ -355,7 +298,7 @@ def _portable(problem: Problem, limits: DeviceLimits) -> PrefillPlan:
         # On sm_120, which has 99 KB as sm_86, four spill where there is a window.
         few_warps = light and not problem.draft and not 64 * 1024 < limits.shared_memory < 160 * 1024
         most_m, block_n, warps, stages = 64, 64 if light else 32, 4 if few_warps else 8, 2
-        if limits.hopper and block_d == 128 and not _is_mixed(problem):
+        if limits.hopper and block_d == 128 and not is_mixed(problem):
             # Twice the rows use each key that is loaded, and no register is spilled here.
             most_m, block_n = 128, 64
     if block_d > 256:

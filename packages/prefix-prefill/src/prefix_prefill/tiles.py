@@ -94,10 +94,18 @@ def stages_of_values(problem: Problem, block_n: int, stages: int) -> tuple[int, 
     return (3, block_n // 2) if block_n == 128 and problem.head_dim_v > 128 else (stages, block_n)
 
 
-def shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int) -> int:
-    """What tiles of q, keys and values of 16 bits take of shared memory on sm_90."""
-    keys = sum(column_tiles(problem.head_dim))
-    values = sum(value_tiles(problem.head_dim_v, block_m, problem.cache_bits))
+def shared_bytes(problem: Problem, block_m: int, block_n: int, stages: int, widened: bool = False) -> int:
+    """What tiles of q, keys and values take of shared memory on sm_90: over a cache of 8 bits, but one that is widened
+    before, those of 16 bits and the tiles they come from.
+    """
+    bits = 16 if widened else problem.cache_bits
+    keys, values = sum(column_tiles(problem.head_dim, bits)), sum(value_tiles(problem.head_dim_v, block_m, bits))
     v_stages, v_keys = stages_of_values(problem, block_n, stages)
     columns = 64 * units_of_keys(problem, block_n) or stages * keys
-    return 2 * (block_m * keys + block_n * columns + v_stages * v_keys * values)
+    if bits == 16:
+        return 2 * (block_m * keys + block_n * columns + v_stages * v_keys * values)
+    # Keys that are multiplied as they are have no second tiles, and queries have as many bits.
+    own = 1 if problem.quantize_q and not problem.token_scales else 3
+    of_q = block_m * keys * (1 if own == 1 else 2)
+    scales = 8 * (stages + 1) * block_n if problem.token_scales else 0
+    return of_q + stages * block_n * (own * keys + 3 * values) + scales

@@ -351,6 +351,8 @@ def cases() -> dict[str, list[Any]]:
     case("metadata without splits", "drop-in", replaced("num_splits", None), ValueError, "num_splits must be given")
     case("splits without metadata", "drop-in", replaced("tile_scheduler_metadata", None), ValueError,
          "tile_scheduler_metadata must be given")  # fmt: skip
+    case("metadata for other heads", "drop-in", replaced("tile_scheduler_metadata", lambda x: x.repeat(2, 1)),
+         ValueError, r"tile_scheduler_metadata must be \[\d+, 8\], made for 2 query tokens x 4 heads, got")  # fmt: skip
     case("metadata of another shape", "drop-in", replaced("tile_scheduler_metadata", lambda x: x[:, :4]), ValueError,
          r"tile_scheduler_metadata must be \[parts at once, 8\] from get_mla_metadata, got")  # fmt: skip
     for name in (

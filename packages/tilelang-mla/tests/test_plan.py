@@ -314,9 +314,9 @@ def test_what_a_tile_holds_fits_in_shared_memory(limits: DeviceLimits) -> None:
 
 
 def test_the_sizes_of_a_model_have_two_blocks_in_flight_on_hopper() -> None:
-    assert decode_tiles(16, 512, 64, None, H200) == DecodeTiles(64, 64, 2, 1, 264, True)
+    assert decode_tiles(16, 512, 64, None, H200) == DecodeTiles(64, 64, 2, 1, 264, True, rows=16)
     # Of more than two tiles of rows products take longest.
-    assert decode_tiles(256, 512, 64, None, H200) == DecodeTiles(64, 64, 2, 1, 66, True, early=True)
+    assert decode_tiles(256, 512, 64, None, H200) == DecodeTiles(64, 64, 2, 1, 66, True, early=True, rows=256)
     assert plan_prefill(PROMPT, H200) == PrefillPlan(128, 128, 2)
 
 

@@ -301,12 +301,27 @@ def test_a_plan_made_from_other_lengths_is_as_right(tensors, how) -> None:
         batch.check()
 
 
-def test_a_plan_for_other_heads_or_tokens_is_as_right(tensors) -> None:
-    batch = tensors.decode([3, 0, 1000, 65], heads=80, seqlen_q=2, **SMALL)
-    for heads, seqlen_q in ((1, 1), (128, 4)):
-        plan = tilelang_mla.plan_decode(batch.seqlens_k, heads, seqlen_q, cores=132)
-        batch.run(plan=plan)
-        batch.check()
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "lists"])
+def test_a_plan_for_other_heads_or_tokens_or_without_its_tensors_is_refused(tensors, sparse: bool) -> None:
+    seqlen_q = 1 if sparse else 2
+    batch = tensors.decode([3, 0, 1000, 65], heads=16, seqlen_q=seqlen_q, **SMALL)
+    tables = {"seqlens_k": batch.seqlens_k, "block_table": batch.block_table, "dim_nope": 64}
+    if sparse:
+        lists = torch.zeros(4, 1, 64, dtype=torch.int32, device=batch.device)
+        tables |= {"seqlens_k": None, "block_table": None, "indices": lists}
+    for heads, tokens in ((1, 1), (128, 4), (16, 3)):
+        plan = tilelang_mla.plan_decode(batch.seqlens_k, heads, tokens, **SMALL)
+        said = (
+            f"^plan must be made for {16 * seqlen_q} query tokens x heads, as q has, got one made for {heads * tokens}$"
+        )
+        with pytest.raises(ValueError, match=said):
+            flash_mla_with_kvcache(batch.q, batch.kv, **tables, plan=plan)
+    plan = tilelang_mla.plan_decode(batch.seqlens_k, 16, seqlen_q, **SMALL)
+    with pytest.raises(ValueError, match=r"^plan\.first_part must be given with spare parts"):
+        flash_mla_with_kvcache(batch.q, batch.kv, **tables, plan=plan._replace(first_part=None, order=None))
+    plan = tilelang_mla.plan_decode(batch.seqlens_k, 16, seqlen_q, num_splits=2, **SMALL)
+    with pytest.raises(ValueError, match=r"^plan\.order must be None without a plan"):
+        flash_mla_with_kvcache(batch.q, batch.kv, **tables, plan=plan._replace(first_part=None))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])

@@ -301,9 +301,9 @@ def flash_mla_with_kvcache(
         topk_length: [B] int32: how many entries of each list count, at most topk; all when None.
         attn_sink: [Hq] float32: a logit of each head that takes part in the softmax and has no value; lse does not
             know of it.
-        plan: how keys are cut in parts, from :func:`plan_decode`; made for as many sequences and for as many query
-            tokens x heads; of lists, for B x Sq sequences of one query token. None: programs share the keys of the
-            batch evenly, by the lengths that the device holds.
+        plan: how keys are cut in parts, from :func:`plan_decode` for as many sequences and for as many query tokens x
+            heads, else it is refused; of lists, for B x Sq sequences of one query token. None: programs share the keys
+            of the batch evenly, by the lengths that the device holds.
 
     Returns:
         out, contiguous if new; with return_lse AttentionResult(out, lse), lse [B, Hq, Sq] in float32. A query that sees

@@ -30,6 +30,7 @@ from kernel_reference.checks import (
     known,
 )
 from kernel_reference.integers import cdiv
+from kernel_reference.plans import brief
 from kernel_reference.ragged import check_cu_seqlens, read_integers
 from kernel_reference.transforms import are_active, check_no_transforms
 from tilelang_mla.caches import RECORD, check_8bit_cache
@@ -123,7 +124,7 @@ class Names(NamedTuple):
     order: str = "plan.order"
 
 
-_NAMES = Names()
+NAMES = Names()
 
 
 # Prefill
@@ -158,7 +159,7 @@ def check_prefill(tensors: PrefillTensors, options: PrefillOptions) -> tuple[Pre
     )  # fmt: skip
     plan = PrefillPlan.from_ints(options.plan)
     if plan is not None and not plan.covers(problem):
-        fail("plan", f"one made for {problem}", plan)
+        fail("plan", f"one made for {brief(problem)}", plan)
     return problem, plan
 
 
@@ -194,7 +195,7 @@ def check_prefill_values(problem: PrefillProblem, tensors: PrefillTensors) -> No
 
 
 def check_decode(
-    tensors: DecodeTensors | Decode8bitTensors, options: DecodeOptions, names: Names = _NAMES
+    tensors: DecodeTensors | Decode8bitTensors, options: DecodeOptions, names: Names = NAMES
 ) -> tuple[DecodeProblem, DecodeTiles | None]:
     """Queries and a paged latent cache; the problem that they make, and the tiles of a plan if one was given."""
     q, kv, seqlens_k, block_table = tensors[:4]
@@ -235,18 +236,20 @@ def check_decode(
         cache,
     )  # fmt: skip
     tiles = DecodeTiles.from_ints(options.plan)
-    _check_parts(problem, tiles, tensors, names)
+    check_parts(problem, tiles, tensors.first_part, tensors.order, q, names)
     return problem, tiles
 
 
-def _check_parts(
-    problem: DecodeProblem, tiles: DecodeTiles | None, tensors: DecodeTensors | Decode8bitTensors, names: Names
-) -> None:
+def check_parts(
+    problem: DecodeProblem, tiles: DecodeTiles | None, first_part: Tensor | None, order: Tensor | None, q: Tensor,
+    names: Names,
+) -> None:  # fmt: skip
     """A plan, and its tensors for as many sequences as q has."""
-    first_part, order = tensors.first_part, tensors.order
     sequences = problem.sequences
+    if tiles is not None and known(tiles.rows not in (0, problem.rows)):
+        fail("plan", f"made for {problem.rows} query tokens x heads, as q has", f"one made for {tiles.rows}")
     if tiles is not None and not tiles.covers(problem):
-        fail("plan", f"one made for {problem}", tiles)
+        fail("plan", f"one made for {brief(problem)}", tiles)
     if tiles is not None and tiles.spare_parts and first_part is None:
         fail(names.first_part, "given with spare parts", None)
     num_parts = 0 if tiles is None else tiles.num_parts(sequences)
@@ -255,7 +258,7 @@ def _check_parts(
             continue
         if tiles is None or first_part is None:
             fail(name, "None without a plan", describe(tensor))
-        _check_integers(name, tensor, tensors.q, 1, f"[{size}]")
+        _check_integers(name, tensor, q, 1, f"[{size}]")
         if known(tensor.shape[0] != size):
             fail(name, f"[{size}], made for the {sequences} sequences of q", describe(tensor))
 
@@ -293,7 +296,7 @@ def _check_cache(q: Tensor, kv: Tensor, dim_nope: int, names: Names) -> None:
 
 def check_decode_values(
     problem: DecodeProblem, tiles: DecodeTiles | None, tensors: DecodeTensors | Decode8bitTensors,
-    names: Names = _NAMES,
+    names: Names = NAMES,
 ) -> None:  # fmt: skip
     """Lengths, pages and the parts of a plan, by one copy of all of it to the host."""
     block_table = tensors.block_table

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernel_reference.checks import check_bool, check_dense, check_int, describe, fail
+from kernel_reference.checks import check_bool, check_dense, check_int, describe, fail, known
 from tilelang_mla import api, arguments, calls
 from tilelang_mla import plan as plans
 from tilelang_mla.arguments import Names
@@ -180,8 +180,12 @@ def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> calls.Parts |
     check_int("head_dim_v", head_dim_v)
     if q.ndim != 4:
         fail("q", "[B, Sq, Hq, head_dim_v + dpe]", describe(q))
-    limits = calls.device_limits(q.device)
-    tiles = plans.decode_tiles(q.shape[1] * q.shape[2], head_dim_v, q.shape[3] - head_dim_v, None, limits, 1)
+    limits, rows = calls.device_limits(q.device), q.shape[1] * q.shape[2]
+    at_once = plans.parts_at_once(rows, limits.cores)
+    if known(metadata.shape[0] != at_once):
+        wanted = f"[{at_once}, {_METADATA_WIDTH}], made for {q.shape[1]} query tokens x {q.shape[2]} heads"
+        fail("tile_scheduler_metadata", wanted, describe(metadata))
+    tiles = plans.decode_tiles(rows, head_dim_v, q.shape[3] - head_dim_v, None, limits, 1)
     tiles = replace(tiles, num_splits=1, spare_parts=plans.WAVES * metadata.shape[0])
     return num_splits, made.order, tiles
 

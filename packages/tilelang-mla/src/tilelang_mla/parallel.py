@@ -95,7 +95,8 @@ def flash_mla_with_kvcache_cp(
             the lse; "symmetric": as all_to_all, written to the peers' memory, which takes GPUs of one host. Call it
             once before a CUDA graph is captured, for its workspace; streams that run beside each other need a group
             each.
-        plan: from ``plan_decode(layout.visible(seqlens_k), Hq, Sq)``, this rank's own lengths and all heads.
+        plan: from ``plan_decode(layout.visible(seqlens_k), Hq, Sq)``, this rank's own lengths and all heads, else it is
+            refused.
         visible: from ``visible_keys(layout, seqlens_k, Sq, causal)``, which all layers of a step may share; without it
             each call makes it, a dozen small launches.
         dim_nope, softmax_scale, causal, return_lse: as there.

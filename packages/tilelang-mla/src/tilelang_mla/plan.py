@@ -172,6 +172,7 @@ class DecodeTiles(Plan):
     :meth:`records_are_rows`.
     ``narrow``: keys of 8 bits are not widened, but q in bfloat16 and weights are two numbers of 8 bits each. By choice
     alone: tensor cores keep 13 bits of such sums, so that large products which cancel take small ones with them.
+    ``rows``: the query tokens x heads of a sequence that it was made for; 0: any.
     ``early``: scores of a block are asked for before the values of the one before it are there; only where dense keys
     of 16 bits are loaded by TMA or by rows, and in sparse prefill. ``paired``: two programs, of tiles of rows side by
     side, widen half of the keys each, for both.
@@ -186,6 +187,7 @@ class DecodeTiles(Plan):
     narrow: bool = False
     early: bool = False
     paired: bool = False
+    rows: int = 0
 
     def covers(self, problem: DecodeProblem) -> bool:
         """Whether its blocks are such that a kernel can take them, for this problem."""
@@ -306,10 +308,10 @@ def decode_tiles(
     # 256 rows of 128 x 4096: 522 us for 566 (H100). Lists took 0.98 to 1.02 of the time; other sizes were not timed.
     early = by_rows and dim_rope == _ROPE and rows > 2 * _ROWS
     if num_splits is not None:
-        return DecodeTiles(_ROWS, block_n, num_stages, num_splits, 0, by_rows, early=early)
+        return DecodeTiles(_ROWS, block_n, num_stages, num_splits, 0, by_rows, early=early, rows=rows)
     alone = max_seqlen_k is not None and known(max_seqlen_k <= _SHORT)
     spare = 0 if alone else WAVES * parts_at_once(rows, limits.cores)
-    return DecodeTiles(_ROWS, block_n, num_stages, 1, spare, by_rows, early=early)
+    return DecodeTiles(_ROWS, block_n, num_stages, 1, spare, by_rows, early=early, rows=rows)
 
 
 def tiles_8bit(problem: DecodeProblem, tiles: DecodeTiles, limits: DeviceLimits) -> DecodeTiles:

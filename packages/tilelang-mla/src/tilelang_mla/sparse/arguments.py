@@ -18,7 +18,8 @@ from kernel_reference.checks import (
     fail,
     known,
 )
-from tilelang_mla.arguments import check_dims, check_results, check_rows
+from kernel_reference.plans import brief
+from tilelang_mla.arguments import NAMES, check_dims, check_parts, check_results, check_rows
 from tilelang_mla.caches import RECORD, check_8bit_cache, format_of
 from tilelang_mla.plan import DecodeProblem, DecodeTiles
 from tilelang_mla.sparse.tiles import takes
@@ -102,14 +103,7 @@ def check_sparse(
         kv.shape[0], options.softmax_scale, False, False, cache,
     )  # fmt: skip
     tiles = DecodeTiles.from_ints(options.plan)
-    if tiles is not None and not tiles.covers(problem):
-        fail("plan", f"one made for {problem}", tiles)
-    num_parts = 0 if tiles is None else tiles.num_parts(lists)
-    for what, part, count in (("plan.first_part", first_part, lists + 1), ("plan.order", order, num_parts)):
-        if part is not None:
-            check_dtype(what, part, torch.int32)
-            check_same_device(what, part, "q", q)
-            check_shape(what, part, (count,))
+    check_parts(problem, tiles, first_part, order, q, NAMES)
     return problem, tiles
 
 
@@ -147,7 +141,7 @@ def check_sparse_prefill(
     )  # fmt: skip
     plan = DecodeTiles.from_ints(options.plan)
     if plan is not None and not takes(plan, problem):
-        fail("plan", f"one of whole lists made for {problem}", plan)
+        fail("plan", f"one of whole lists made for {brief(problem)}", plan)
     return problem, plan
 
 

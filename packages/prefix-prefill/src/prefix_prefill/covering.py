@@ -41,10 +41,12 @@ def _why_not_hopper(plan: PrefillPlan, problem: Problem) -> str:
         sizes = f"heads of {problem.head_dim} and {problem.head_dim_v}, pages of {problem.page_size}"
         return f"without hopper for {sizes}, q of {problem.bits} bits and a cache of {problem.cache_bits}"
     keys = blocks_of_keys(problem)
+    if keys_of_two(problem) == 32 and 32 not in keys:
+        keys = (32, *keys)
     in_registers = 0 if is_packed(problem) else tiles_in_registers(problem.head_dim)
     allowed: dict[str, tuple[int, ...]] = {
         "block_m": (64,) if problem.largest_head > 256 else (64, 128),
-        "block_n": (32, *keys) if keys_of_two(problem) == 32 not in keys else keys,
+        "block_n": keys,
         "num_warps": (4,), "capping": (0, 1, 2, 3, 4), "loading": (24, 40, 56, 72), "per_core": (1, 2),
         "widened": (0, 1) if plan.block_m == 128 and may_be_widened(problem) else (0,),
         "q_in_registers": tuple(range(in_registers + 1)),

@@ -246,7 +246,7 @@ def check_parts(
 ) -> None:  # fmt: skip
     """A plan, and its tensors for as many sequences as q has."""
     sequences = problem.sequences
-    if tiles is not None and known(tiles.rows not in (0, problem.rows)):
+    if tiles is not None and known(tiles.rows != 0) and known(tiles.rows != problem.rows):
         fail("plan", f"made for {problem.rows} query tokens x heads, as q has", f"one made for {tiles.rows}")
     if tiles is not None and not tiles.covers(problem):
         fail("plan", f"one made for {brief(problem)}", tiles)

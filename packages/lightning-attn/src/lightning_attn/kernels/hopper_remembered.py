@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate
 from lightning_attn.kernels.hopper_ring import Work, pieces_of, state_layout
 from lightning_attn.kernels.hopper_rows import store_state, zero_state
-from lightning_attn.kernels.hopper_states import Stages, add_chunk, short_values, values_of
+from lightning_attn.kernels.hopper_states import add_chunk, new_stages, short_values, values_of
 from lightning_attn.kernels.schedule import Batch, Counts, States, bounds, carried_slot, locate, program
 from lightning_attn.kernels.states import decayed_initial, tile_of_state, tile_offsets, tokens_in_reach, zero_tile
 
@@ -96,8 +96,6 @@ def lane_states(
 ):
     """The sum of a lane for 64 columns of a head. Where it is the only one it is the state, but for the initial one."""
     CHUNK: gl.constexpr = sizes.CHUNK
-    STAGES: gl.constexpr = sizes.STAGES
-    PIECES: gl.constexpr = pieces_of(sizes)
     stride: gl.constexpr = -CHUNK if sizes.REVERSED else CHUNK
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
@@ -130,17 +128,7 @@ def lane_states(
     slot = gl.where(is_whole, i_n.to(gl.int64), slot_of_lane(batch, i_n, first.to(gl.int64), lane, sizes))
     i_box = i_n.to(gl.int32) if p_cu is None else 0
     work = Work(i_box, i_h // sizes.RATIO_K, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)
-    k_stages = ()
-    for i in gl.static_range(PIECES):  # noqa: B007 (Triton takes no _)
-        k_stages = k_stages + (gl.allocate_shared_memory(d_k.dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
-    v_stages = gl.allocate_shared_memory(d_v.dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    stages = Stages(k_stages, v_stages, full, empty)
+    stages = new_stages(d_k, d_v, sizes)
     gl.warp_specialize([
         (add_lane, (stages, work, states, slot, p_slopes, scale, rest, away, sizes)),
         (load, (d_k, d_v, stages, work, first_row, stride, sizes)),

@@ -43,6 +43,23 @@ class Stages(NamedTuple):
 
 
 @gluon.jit
+def new_stages(d_k, d_v, sizes: gl.constexpr):
+    """The ring, empty."""
+    STAGES: gl.constexpr = sizes.STAGES
+    k_stages = ()
+    for i in gl.static_range(pieces_of(sizes)):  # noqa: B007 (Triton takes no _)
+        k_stages = k_stages + (gl.allocate_shared_memory(d_k.dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
+    v_stages = gl.allocate_shared_memory(d_v.dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    return Stages(k_stages, v_stages, full, empty)
+
+
+@gluon.jit
 def load(d_k, d_v, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
     """Fill the ring with all chunks."""
     PIECES: gl.constexpr = pieces_of(sizes)
@@ -155,9 +172,7 @@ def segment_states(
     SEGMENT: gl.constexpr = sizes.SEGMENT
     PART: gl.constexpr = sizes.PART
     PARTS: gl.constexpr = SEGMENT // PART
-    STAGES: gl.constexpr = sizes.STAGES
     REVERSED: gl.constexpr = sizes.REVERSED
-    PIECES: gl.constexpr = pieces_of(sizes)
     batch = Batch(p_cu, p_slots, None, Counts(rows, num_sequences, num_slots))
     carried = States(p_carried, strides.carried)
     if sizes.DEPENDENT_LAUNCH:
@@ -194,17 +209,7 @@ def segment_states(
     # The packed rows of a ragged batch are one box.
     i_box = i_n.to(gl.int32) if p_cu is None else 0
     work = Work(i_box, i_h // sizes.RATIO_QK, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)
-    k_stages = ()
-    for i in gl.static_range(PIECES):  # noqa: B007 (Triton takes no _)
-        k_stages = k_stages + (gl.allocate_shared_memory(d_k.dtype, [STAGES] + d_k.block_type.shape, d_k.layout),)
-    v_stages = gl.allocate_shared_memory(d_v.dtype, [STAGES] + d_v.block_type.shape, d_v.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    stages = Stages(k_stages, v_stages, full, empty)
+    stages = new_stages(d_k, d_v, sizes)
     gl.warp_specialize([
         (add_up, (stages, work, carried, i_state * PARTS + away // PART, p_slopes, scale, rest, away, sizes)),
         (load, (d_k, d_v, stages, work, stride, sizes)),

@@ -214,7 +214,7 @@ def test_programs_besides_take_part_of_long_segments_with_the_same_bits(
     plan = PrefillPlan(64, 64, segment, 4, 2, 128 if size > 64 else 64, True)
     if dtype == torch.float32:
         plan = PrefillPlan(64, 64, segment, 8, 1, 64, True, bf16x6=True)
-    for one in (plan, replace(plan, long=192, besides=besides)):
+    for one in (plan, replace(plan, long=64 + 64 * besides, besides=besides)):
         batch.pool.tensor.copy_(before)
         poison_(batch.out.tensor)
         kernels.prefill(batch, one)
@@ -224,6 +224,25 @@ def test_programs_besides_take_part_of_long_segments_with_the_same_bits(
     batch.check()
     if dtype != torch.float32:
         assert not launch.counters.of(batch.pool.tensor, 1).any()
+
+
+@pytest.mark.parametrize(("bounds", "segment"), [
+    ([103, 331, 14, 142, 30, 227], 128), ([69, 34, 1057, 353, 658, 165, 334], 512),
+    ([186, 1108, 272, 479, -6, 987, 542], 512),
+], ids=str)  # fmt: skip
+def test_programs_besides_leave_no_count_whatever_the_bounds_are(
+    tensors, kernels, monkeypatch, shadows, bounds, segment
+) -> None:
+    """Where they fall the grid may have no program of a segment that others share."""
+    for name in ("hopper_apart", "hopper_long"):
+        module = shadows[KERNELS.index(name)]
+        monkeypatch.setattr(module, "TOGETHER", module.gl.constexpr(4))
+    sequences, rows = len(bounds) - 1, 640 if segment == 128 else 1200
+    batch = tensors.ragged([rows // sequences] * sequences, heads=(1, 1), sizes=(64, 64), slots=range(sequences))
+    batch.cu_seqlens.copy_(torch.tensor(bounds))
+    plan = PrefillPlan(64, 64, segment, 4, 2, 64, True, long=min(segment, 192), besides=1)
+    kernels.prefill(batch, plan)
+    assert not launch.counters.of(batch.pool.tensor, 1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

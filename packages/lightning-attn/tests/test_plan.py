@@ -229,6 +229,7 @@ def test_a_long_segment_among_few_other_rows_has_programs_besides() -> None:
         assert besides(plan, heads, 4096 + 8, 9, H200) == plan
     assert not replace(short, besides=1).covers(shape)
     assert not replace(short, long=2048, besides=4).covers(shape)
+    assert not replace(short, long=192, besides=3).covers(shape)
     assert not replace(short, long=2048, roles=True, block_d=64).covers(shape)
 
 

@@ -189,7 +189,10 @@ class PrefillPlan(Plan):
         may_be_long = self.hopper and not (self.roles or self.chained or self.apart) and heads.head_qk <= 128
         if self.long < 0 or (self.long and not (may_be_long and (self.segment or not self.bf16x6))):
             return False
-        if not 0 <= self.besides < MOST_SHARES or (self.besides and not (self.long and self.shares == 1)):
+        # Each has a chunk at least: who has none is not counted among those that another waits for.
+        if not 0 <= self.besides < MOST_SHARES or (self.besides and self.long <= self.besides * self.chunk):
+            return False
+        if self.besides and self.shares != 1:
             return False
         if not 1 <= self.shares <= MOST_SHARES:
             return False

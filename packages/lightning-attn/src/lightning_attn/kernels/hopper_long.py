@@ -97,21 +97,29 @@ def rows_of_sequence(batch, i_n, i_segment, i_share, sizes: gl.constexpr):
 
 @gluon.jit
 def long_segment(batch, number, sizes: gl.constexpr):
-    """Sequence and segment that has a long segment of this number, if any has."""
+    """Sequence and segment that has a long segment of this number, if any has; where bounds fall, a segment of -1.
+
+    Of a segment that they give there may be no program in the grid: nobody would count the others off.
+    """
     # Which it has, as it begins within LONG rows up to this one.
     row = (number + 1) * sizes.LONG - 1
     begun = gl.to_tensor(0).to(gl.int32)
     first = gl.to_tensor(0).to(gl.int32)
+    falls = gl.to_tensor(0).to(gl.int32)
     for i in range(0, batch.count.sequences, TOGETHER):
         o_n = i + numbers(sizes)
-        begin = gl.load(batch.p_cu + o_n, mask=o_n < batch.count.sequences, other=2147483647).to(gl.int32)
+        mask = o_n < batch.count.sequences
+        begin = gl.load(batch.p_cu + o_n, mask=mask, other=2147483647)
+        after = gl.load(batch.p_cu + o_n + 1, mask=mask, other=2147483647)
+        falls += gl.sum((after < begin).to(gl.int32), axis=0)
+        begin = begin.to(gl.int32)
         begun += gl.sum((begin <= row).to(gl.int32), axis=0)
         # Not loaded again: each load would wait for the one before.
         first = gl.maximum(first, gl.max(gl.where(begin <= row, begin, 0), axis=0))
     i_segment = begun * 0
     if sizes.SEGMENT:
         i_segment = (row - first) // sizes.SEGMENT
-    return gl.maximum(begun - 1, 0), i_segment
+    return gl.maximum(begun - 1, 0), gl.where(falls > 0, -1, i_segment)
 
 
 @gluon.jit
@@ -127,7 +135,7 @@ def shares_of_segment(batch, i_n, i_segment, begin, end, share, items, sizes: gl
     i_share = gl.maximum(i_share, 0)
     if is_long:
         if is_own:
-            # As the others find it, whatever the bounds are.
+            # As the others find it: where bounds fall, none is long.
             number = (begin // sizes.LONG).to(gl.int32)
             i_other, i_its = long_segment(batch, number, sizes)
             is_long = (i_other == i_n) & (i_its == i_segment)

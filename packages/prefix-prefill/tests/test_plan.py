@@ -13,6 +13,7 @@ from kernel_reference.integers import cdiv, power_of_two_at_least
 from kernel_reference.models import GPT_OSS, LLAMA3_70B, SoftmaxAttention
 from kernel_reference.testing.forks import run_alone
 from prefix_prefill import PrefillPlan
+from prefix_prefill.cascade.pieces import plan_in_pieces
 from prefix_prefill.covering import why_not
 from prefix_prefill.plan import (
     DeviceLimits,
@@ -580,6 +581,29 @@ def test_pieces_of_one_sequence_that_decodes_follow_from_its_bound() -> None:
         assert kind_of_batch(bounded, H200) == (True, True, True, False, False, pieces, False)
     assert plan_prefill(replace(bounded, num_heads=4, num_heads_kv=1), H200).num_splits == 0
     assert plan_prefill(replace(bounded, sequences=2), H200).num_splits == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "sequences", "keys", "programs"),
+    [
+        pytest.param((8, 1), 128, 8192, 8 * 9, id="a row's part costs as much as 92 keys of the level"),
+        pytest.param((8, 1), 32, 8192, 2 * 11, id="less where few programs have tiles behind it"),
+        pytest.param((32, 8), 32, 8192, 8 * 6, id="twice as much where each has two"),
+        pytest.param((32, 8), 16, 32768, 8 * 8, id="more than half of the programs would wait for memory"),
+        pytest.param((8, 1), 128, 32768, 132, id="many keys, as many as there are"),
+        pytest.param((32, 8), 128, 8192, 32 * 4, id="of fewer than four pieces none is quicker"),
+    ],
+)
+def test_a_level_is_cut_in_as_many_pieces_as_are_worth_their_parts(heads, sequences, keys, programs) -> None:
+    last = Problem(*heads, 128, 16, sequences, sequences, 1, 512, tma=True, carried=1)
+    level = replace(last, sequences=1, max_seqlen_q=sequences, capacity=keys, carried=0, shared=True)
+    plan = plan_prefill(level, H200)
+    assert plan_in_pieces(plan, level, last) == replace(plan, programs=programs)
+    for pinned in (replace(plan, num_splits=3), PrefillPlan(64, 64, 1, 4, 2)):
+        assert plan_in_pieces(pinned, level, last) == pinned
+    # A bound that is too far off leaves it to the device.
+    more = [plan_in_pieces(plan, replace(level, capacity=keys * times), last).programs for times in (1, 2, 4, 64)]
+    assert more == sorted(more)
 
 
 GOOD = PrefillPlan(64, 64, 1, 4, 2)

@@ -13,6 +13,7 @@ from kernel_reference.launching import Run, without_memory
 from kernel_reference.packing import Late
 from prefix_prefill.arguments import PrefillTensors
 from prefix_prefill.cascade.joined import have_one_cache, joined_plan, prepare_joined
+from prefix_prefill.cascade.pieces import plan_in_pieces
 from prefix_prefill.launch import device_limits, prepare_kernel, prepare_prefill
 from prefix_prefill.merging.launch import LAUNCH_NOTHING
 from prefix_prefill.plan import PrefillPlan, Problem, plan_prefill
@@ -52,7 +53,7 @@ def _prepare_levels(
     problems: Sequence[Problem], plans: Sequence[PrefillPlan | None], levels: Sequence[PrefillTensors]
 ) -> Run:
     """Level by level."""
-    before = [_SharedLevel(*each) for each in zip(problems[:-1], plans, levels, strict=False)]
+    before = [_SharedLevel(*each, problems[-1]) for each in zip(problems[:-1], plans, levels, strict=False)]
     last = prepare_prefill(problems[-1], plans[-1], levels[-1])
 
     def run(levels: Sequence[PrefillTensors]) -> None:
@@ -104,8 +105,10 @@ def _prepare_levels(
 class _SharedLevel:
     """A launch over a level before the last, which leaves parts, their lse, and of each row how many there are."""
 
-    def __init__(self, problem: Problem, plan: PrefillPlan | None, tensors: PrefillTensors) -> None:
-        self._problem, self._plan, self._device = problem, plan, tensors.q.device
+    def __init__(
+        self, problem: Problem, plan: PrefillPlan | None, tensors: PrefillTensors, last: Problem
+    ) -> None:  # fmt: skip
+        self._problem, self._plan, self._last, self._device = problem, plan, last, tensors.q.device
         self._forms = PrefillTensors(*map(without_memory, tensors))  # type: ignore[arg-type]
         self._made: dict[bool, _LeavingParts] = {}
 
@@ -131,6 +134,7 @@ class _SharedLevel:
             if plan is None:
                 limits, tma = device_limits(self._device), self._problem.tma and aligned
                 plan = plan_prefill(replace(self._problem, tma=tma), limits, self._problem.num_splits)
+                plan = plan_in_pieces(plan, self._problem, self._last)
             self._made[aligned] = _LeavingParts(self._problem, plan, self._forms, self._device)
         return self._made[aligned]
 

@@ -386,6 +386,15 @@ def test_programs_of_decoding_fill_the_sms_they_were_measured_on(block, topk) ->
         assert plan_selected(other, H200).num_stages == 3
 
 
+def test_lists_of_two_tiles_or_fewer_are_loaded_in_two_stages_whatever_the_batch() -> None:
+    for size, few, many in ((64, (1, 128), (3, 64)), (128, (4, 16), (16, 16)), (256, (1, 32), (4, 32))):
+        for tokens in (1, 8, 32, 500):
+            problem = Problem(64, 4, size, size, few[1], few[0], tokens, tokens, 32768, 64)
+            assert plan_selected(problem, H200).num_stages == 2
+            longer = replace(problem, topk=many[0], block_size=many[1])
+            assert plan_selected(longer, H200).num_stages > 2, longer
+
+
 def test_pairs_of_e4m3_are_read_where_one_token_is_walked() -> None:
     decode = replace(M3, tokens=32, sequences=32, cache_bits=8)
     assert plan_selected(decode, H200).pairs

@@ -116,9 +116,7 @@ def decode_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dt
     }  # fmt: skip
 
 
-def decode_8bit_constants(
-    problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype, listed: bool = False
-) -> dict[str, Any]:
+def decode_8bit_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel over a cache of 8 bits is compiled for, or over lists; keys lie anywhere."""
     constants = {**decode_constants(problem, tiles, dtype), "cache": problem.cache}
     for of_pages in ("gather", "early", "boxes"):
@@ -130,7 +128,7 @@ def decode_8bit_constants(
         constants["paired"] = True
     if tiles.narrow and dtype == torch.bfloat16:
         constants["narrow"] = True
-    if tiles.records_are_rows(problem) and not listed:
+    if tiles.records_are_rows(problem):
         constants |= {"by_rows": False, "num_stages": STAGES_OF_RECORDS}
     return constants
 
@@ -258,7 +256,7 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
 
 def sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype, joined: bool) -> dict[str, Any]:
     """What the kernel over lists of keys is compiled for."""
-    constants = decode_8bit_constants(problem, tiles, dtype, listed=True) | ({"joined": True} if joined else {})
+    constants = decode_8bit_constants(problem, tiles, dtype) | ({"joined": True} if joined else {})
     del constants["per_token"]
     return constants
 

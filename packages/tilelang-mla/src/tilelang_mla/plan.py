@@ -215,14 +215,12 @@ class DecodeTiles(Plan):
             # Keys of 16 bits are rows: q and weights twice, and what is known of rows.
             held = 2 * self.block_m * (width + self.block_n) + self.num_stages * self.block_n * width
             return held * problem.bits // 8 + 172 * self.block_m + _BESIDE + 1024
+        if self.records_are_rows(problem):
+            held = 2 * self.block_m * (width + 2 * self.block_n) + STAGES_OF_RECORDS * _OF_STAGE * 657
+            return held + 172 * self.block_m + _BESIDE + 1024
         held = (self.block_m + self.num_stages * self.block_n) * width + self.block_m * self.block_n
         raw = _RAW_STAGES * self.block_n * (width + _SCALES) if problem.cache and not self.loads_by_rows(problem) else 0
-        counted = held * problem.bits // 8 + raw + _BESIDE
-        if self.records_are_rows(problem):
-            # Lists of records are widened by rows.
-            held = 2 * self.block_m * (width + 2 * self.block_n) + STAGES_OF_RECORDS * _OF_STAGE * 657
-            counted = max(counted, held + 172 * self.block_m + _BESIDE + 1024)
-        return counted
+        return held * problem.bits // 8 + raw + _BESIDE
 
     def num_programs(self, problem: DecodeProblem, shared: bool, planned: bool, cores: int) -> int:
         """Programs of a launch. Parts of no schedule are in no order: a program for each is more even."""
@@ -248,8 +246,8 @@ class DecodeTiles(Plan):
         return not problem.cache and self.loads_by_rows(problem) and problem.page_size % _BOX == 0
 
     def records_are_rows(self, problem: DecodeProblem) -> bool:
-        """Whether dense records that one program would widen by rows are the rows of MMAs instead, in as many stages as
-        :data:`STAGES_OF_RECORDS`: 64 of 16384 at 64 heads 364 us for 483 (H100). Two that share take less: 346 for 394.
+        """Whether records that one program would widen by rows are the rows of MMAs instead, in as many stages as
+        :data:`STAGES_OF_RECORDS`: 64 of 16384 at 64 heads 359 us for 482 (H100). Two that share take less: 346 for 394.
         """
         return problem.cache == "656" and self.widens_by_rows(problem) and not self.paired
 

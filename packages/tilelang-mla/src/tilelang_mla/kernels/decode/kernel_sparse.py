@@ -10,6 +10,7 @@ from tilelang_mla.kernels.common import ROWS
 from tilelang_mla.kernels.decode.groups import Inputs, Outputs, Sizes
 from tilelang_mla.kernels.decode.kernel import run_roles
 from tilelang_mla.kernels.decode.keys import options_of, run_keys
+from tilelang_mla.kernels.decode.records import run_records
 
 
 def attend_sparse(
@@ -26,7 +27,7 @@ def attend_sparse(
         dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, sparse=True, rows=block_m,
         by_rows=by_rows and not serial, paired=paired and not serial, joined=joined and not serial,
     )  # fmt: skip
-    run = run_keys if S.keys_are_rows and not serial else run_roles
+    run = run_roles if serial else run_records if S.records_are_rows else run_keys if S.keys_are_rows else run_roles
     records = cache == "656"
     batch, rows, pages, page_size = (T.dynamic(name) for name in ("batch", "rows", "pages", "page_size"))
     columns, bounds, places, room = (T.dynamic(name) for name in ("columns", "bounds", "places", "room"))

@@ -31,16 +31,14 @@ _REGISTERS = {
     (16, False): (104, 112, 48), (16, True): (104, 112, 48), (32, False): (88, 128, 48), (32, True): (96, 120, 48)
 }  # fmt: skip
 _REGISTERS_NARROW = (96, 120, 48)
-# The named barrier of those that make weights, as rows_of_keys.cuh has it.
-_OF_WEIGHTS = 5
-# Warps of a warpgroup.
-_WARPS = 4
+# The named barrier of those that make weights, as rows_of_keys.cuh has it, and warps of a warpgroup.
+_OF_WEIGHTS, _WARPS = 5, 4
 # Keys of a stage, and those that lie side by side and are copied at once.
 STAGE, TOGETHER = 64, 8
 # Elements of a line of q.
 _LINE = 128
-# Floats of a row beside its elements, and bytes that align the matrices.
-_OF_ROW, _ALIGNED = 42, 1024
+# Floats of a row beside its elements, bytes that align the matrices, and of two blocks' scales.
+_OF_ROW, _ALIGNED, _SCALES = 42, 1024, 1024
 
 
 class KeyMemory(NamedTuple):
@@ -89,9 +87,16 @@ def groups_of(S: Any) -> int:
 
 
 def bytes_of_matrices(S: Any) -> int:
-    """q, weights of two blocks, and the stages."""
+    """q, weights of two blocks, with scales beside them if they have none in them, and the stages."""
     width = S.width if S.cache == "656" else -(-S.width // _LINE) * _LINE
-    return S.rows * 2 * (width + 2 * groups_of(S) * S.block_n) + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
+    weights, scales = (1, _SCALES) if S.records_are_rows else (groups_of(S), 0)
+    held = S.rows * 2 * (width + 2 * weights * S.block_n) + scales
+    return held + S.num_stages * STAGE * bytes_of_key(S) + _ALIGNED
+
+
+def makers_of(S: Any) -> int:
+    """Warpgroups that make weights, of a stage of keys each."""
+    return 1 if S.records_are_rows else 2
 
 
 @macro
@@ -110,14 +115,15 @@ def alloc_key_memory(T, S):
 
 @macro
 def alloc_key_barriers(T, S):
+    makers = makers_of(S)
     work_full = T.alloc_barrier([GROUP] * 2)
-    work_empty = T.alloc_barrier([4 * GROUP] * 2)
+    work_empty = T.alloc_barrier([(2 + makers) * GROUP] * 2)
     full = T.alloc_barrier([STAGE] * S.num_stages)
     # A warpgroup has read a stage's keys, and two its latents.
     empty = T.alloc_barrier([3 * _WARPS] * S.num_stages)
-    weights_full = T.alloc_barrier([2 * _WARPS] * 2)
+    weights_full = T.alloc_barrier([makers * _WARPS] * 2)
     weights_empty = T.alloc_barrier([2 * _WARPS] * 2)
-    sums_full = T.alloc_barrier([2 * GROUP] * 2)
+    sums_full = T.alloc_barrier([makers * GROUP] * 2)
     return work_full, work_empty, full, empty, weights_full, weights_empty, sums_full
 
 
@@ -128,8 +134,8 @@ def options_of(S: Any, serial: bool) -> dict[str, Any]:
         return {"threads": 1}
     options: dict[str, Any] = {"threads": (5 if S.keys_are_rows else 2 + S.loaders) * GROUP}
     if S.records_are_rows:
-        return {"threads": 4 * GROUP, "prelude": TEXT_OF_RECORDS}
-    if S.boxes:
+        options |= {"threads": 4 * GROUP, "prelude": TEXT_OF_RECORDS}
+    elif S.boxes:
         options["prelude"] = TEXT_OF_BOXES
     elif S.keys_are_rows or S.by_rows:
         options["prelude"] = TEXT if S.keys_are_rows else (TEXT_OF_HALVES if S.loaders == 2 else "") + TEXT_BY_ROWS

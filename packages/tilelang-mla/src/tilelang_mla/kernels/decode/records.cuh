@@ -12,6 +12,8 @@ namespace mla::records {
 
 // Rows of q, its chunks of 64 elements, of which the last are ropes; registers that products of scores are still reading.
 constexpr int N = 64, CHUNKS = 9, WIDENED = 8, CHUNK = N * 128, ROW = 656, STAGE = KEYS * ROW, SLOTS = 4;
+// Bytes of a row of q.
+constexpr int OF_Q = 128 * CHUNKS;
 // Behind q, weights of two blocks, scales of two blocks, and the stages.
 constexpr int WEIGHTS = CHUNKS * CHUNK, SCALED = WEIGHTS + 2 * CHUNK, OF_SCALES = 512, RAW = SCALED + 2 * OF_SCALES;
 
@@ -33,8 +35,6 @@ template <bool BF16 = false> MLA_DEVICE uint32_t product(uint32_t x, uint32_t y)
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(both) : "r"(x), "r"(y));
   return both;
 }
-// 128 bytes to L2.
-MLA_DEVICE void fetch_line(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 #endif
 
 MLA_DEVICE uint8_t *stage_of(void *memory, int stage) { return aligned(memory) + RAW + stage * STAGE; }
@@ -59,21 +59,27 @@ MLA_DEVICE void load_keys(void *memory, int stage, int key, const void *from, in
   copy(stage_of(memory, stage) + key * ROW, from, keys * ROW, barrier);
 }
 
-// As mla::load_q, by one warpgroup: ropes, too, are times a row's power of two. All rows come to L2 first, and all that a
-// thread has of one is in flight at once.
+// A row of q as it is, to a stage of 32.
+template <class Barrier> MLA_DEVICE void load_row(void *memory, int stage, int n, const void *row, Barrier &barrier) {
+  copy(stage_of(memory, stage) + n * OF_Q, row, OF_Q, barrier);
+}
+
+// Of two stages that only one of three warpgroups reads: a warp's arrivals for all of them.
+template <class Barrier> MLA_DEVICE void free(Barrier &low, Barrier &high, int thread) {
+  for (int i = 0; i < 3; i++) arrive(low, thread), arrive(high, thread);
+}
+
+// As mla::load_q, by one warpgroup, of rows that are in two stages: ropes, too, are times a row's power of two.
 template <bool BF16>
-MLA_DEVICE void load_q(void *memory_at, void *rows_at, const void *q, int64_t stride, int rows, float scale, int thread) {
+MLA_DEVICE void lift_q(void *memory_at, void *rows_at, int low, int high, int rows, float scale, int thread) {
   uint8_t *memory = aligned(memory_at);
   constexpr int TEAM = 8, UNITS = CHUNKS * 16 / TEAM, LIFTED = WIDENED * 16 / TEAM;
   Rows<N> of_rows = Rows<N>::of(rows_at);
   int own = thread % TEAM;
-#pragma unroll
-  for (int i = thread; i < N * CHUNKS; i += 128)
-    if (i / CHUNKS < rows) fetch_line(static_cast<const uint16_t *>(q) + i / CHUNKS * stride + i % CHUNKS * 64);
 #pragma unroll 1
   for (int n = thread / TEAM; n < N; n += 128 / TEAM) {
     bool there = n < rows;
-    const uint2 *row = reinterpret_cast<const uint2 *>(static_cast<const uint16_t *>(q) + (there ? n : 0) * stride) + own;
+    const uint2 *row = reinterpret_cast<const uint2 *>(stage_of(memory_at, n < 32 ? low : high) + n % 32 * OF_Q) + own;
     uint2 fours[UNITS];
     float x[4], most = 0.f;
 #pragma unroll
@@ -178,9 +184,10 @@ template <class Combine> MLA_DEVICE void of_all_keys(float *x, Combine combine) 
 }
 
 // Scores to weights, as mla::weigh; sums are of a thread's own keys.
+template <bool LISTS>
 MLA_DEVICE void weigh(
-    float *s, const float *up, float *sums, void *memory_at, int stage, void *rows_at, const int *limits, int first_key,
-    bool ends, int parity, int buffer, int thread) {
+    float *s, const float *up, float *sums, void *memory_at, int stage, void *rows_at, const int *limits,
+    const uint8_t *valid, int first_key, bool ends, int parity, int buffer, int thread) {
   uint8_t *memory = aligned(memory_at);
   Lane l = lane_of(thread);
   Rows<N> of_rows = Rows<N>::of(rows_at);
@@ -189,7 +196,7 @@ MLA_DEVICE void weigh(
   const uint8_t *own_scales = stage_of(memory_at, stage) + low * ROW + SCALES;
   float own_low = reinterpret_cast<const float *>(own_scales)[l.t];
   float own_high = reinterpret_cast<const float *>(own_scales + 8 * ROW)[l.t];
-  bool rises = false;
+  bool low_valid = !LISTS || valid[low], high_valid = !LISTS || valid[low + 8], rises = false;
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
     float2 lift = *reinterpret_cast<const float2 *>(of_rows.unlift + 8 * j + 2 * l.t);
@@ -199,7 +206,8 @@ MLA_DEVICE void weigh(
       int row = 8 * j + 2 * l.t + e;
       float factor = e ? lift.y : lift.x, &x = s[4 * j + e], &y = s[4 * j + 2 + e];
       x *= factor * up[0], y *= factor * up[1];
-      if (ends) x = key < limits[row] ? x : -INFINITY, y = key + 8 < limits[row] ? y : -INFINITY;
+      if (!LISTS && ends) x = key < limits[row] ? x : -INFINITY, y = key + 8 < limits[row] ? y : -INFINITY;
+      if (LISTS) x = low_valid ? x : -INFINITY, y = high_valid ? y : -INFINITY;
       rises |= fmaxf(x, y) > (e ? before.y : before.x) + HEADROOM;
     }
   }
@@ -317,6 +325,19 @@ MLA_DEVICE void values(float *acc, void *memory_at, int stage, int buffer, Barri
   }
   await_products<0>();
   keep<2 * N>(acc);
+}
+
+// Of two programs that have the parts of a list, as mla::give_half and mla::store_half.
+MLA_DEVICE void give_half(
+    float *acc, float *by, void *memory, void *rows_at, int slot, int rows, float scale, const void *sinks, int given,
+    int first_row, int thread) {
+  give_half_to<N, true>(
+      stage_of(memory, 0), acc, by, rows_at, slot, rows, scale, sinks, given, first_row, thread);
+}
+template <bool BF16>
+MLA_DEVICE void store_half(
+    const float *acc, const float *by, void *memory, void *out, int64_t stride, int rows, int thread) {
+  store_half_from<N, true, BF16>(stage_of(memory, 0), acc, by, out, stride, rows, thread);
 }
 
 }  // namespace mla::records

@@ -180,15 +180,14 @@ template <int N> MLA_DEVICE float joined_sum(void *rows_at, int slot, int row) {
 
 // The half that the other program has goes to its stages, which have been read. by: what rows of the result are
 // multiplied by.
-template <int N, int ROPE, bool RECORDS>
-MLA_DEVICE void give_half(
-    float *acc, float *by, void *memory, void *rows_at, int slot, int rows, float scale, const void *sinks, int given,
+template <int N, bool GROUPED>
+MLA_DEVICE void give_half_to(
+    void *stages, float *acc, float *by, void *rows_at, int slot, int rows, float scale, const void *sinks, int given,
     int first_row, int thread) {
-  using S = Shape<N, ROPE, RECORDS>;
   Lane l = lane_of(thread);
   const float *powers = Rows<N>::of(rows_at).last_power + 4 * slot + 2 * l.group;
-  float first = S::GROUPED ? powers[0] : 1.f, second = S::GROUPED ? powers[1] : 1.f;
-  Place to = of_other(stage_of<N, ROPE, RECORDS>(memory, 0)) + 16 * (thread & 127);
+  float first = GROUPED ? powers[0] : 1.f, second = GROUPED ? powers[1] : 1.f;
+  Place to = of_other(stages) + 16 * (thread & 127);
 #pragma unroll
   for (int i = 0; i < N / 4; i++) {
     int row = 8 * (i / 2) + 2 * l.t + i % 2;
@@ -203,14 +202,13 @@ MLA_DEVICE void give_half(
 #pragma unroll
   for (int i = 0; i < N / 2; i++) give(to + 2048 * i, acc + 4 * i);
 }
-template <int N, int ROPE, bool RECORDS, bool BF16>
-MLA_DEVICE void store_half(
-    const float *acc, const float *by, void *memory, void *out, int64_t stride, int rows, int thread) {
-  using S = Shape<N, ROPE, RECORDS>;
+template <int N, bool GROUPED, bool BF16>
+MLA_DEVICE void store_half_from(
+    const void *stages, const float *acc, const float *by, void *out, int64_t stride, int rows, int thread) {
   Lane l = lane_of(thread);
   if (l.group != own_rank()) return;
-  const float4 *given = reinterpret_cast<const float4 *>(stage_of<N, ROPE, RECORDS>(memory, 0)) + (thread & 127);
-  uint16_t *to = static_cast<uint16_t *>(out) + first_latent<S::GROUPED>(l);
+  const float4 *given = static_cast<const float4 *>(stages) + (thread & 127);
+  uint16_t *to = static_cast<uint16_t *>(out) + first_latent<GROUPED>(l);
 #pragma unroll
   for (int j = 0; j < N / 8; j++) {
     float x[2][2 * TILES];
@@ -226,9 +224,22 @@ MLA_DEVICE void store_half(
       int row = 8 * j + 2 * l.t + e;
 #pragma unroll
       for (int m = 0; m < 2 * TILES; m++) x[e][m] *= by[2 * j + e];
-      if (row < rows) store_row<S::GROUPED, BF16>(to + row * stride, x[e]);
+      if (row < rows) store_row<GROUPED, BF16>(to + row * stride, x[e]);
     }
   }
+}
+template <int N, int ROPE, bool RECORDS>
+MLA_DEVICE void give_half(
+    float *acc, float *by, void *memory, void *rows_at, int slot, int rows, float scale, const void *sinks, int given,
+    int first_row, int thread) {
+  give_half_to<N, Shape<N, ROPE, RECORDS>::GROUPED>(
+      stage_of<N, ROPE, RECORDS>(memory, 0), acc, by, rows_at, slot, rows, scale, sinks, given, first_row, thread);
+}
+template <int N, int ROPE, bool RECORDS, bool BF16>
+MLA_DEVICE void store_half(
+    const float *acc, const float *by, void *memory, void *out, int64_t stride, int rows, int thread) {
+  store_half_from<N, Shape<N, ROPE, RECORDS>::GROUPED, BF16>(
+      stage_of<N, ROPE, RECORDS>(memory, 0), acc, by, out, stride, rows, thread);
 }
 
 }  // namespace mla

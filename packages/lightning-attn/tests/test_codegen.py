@@ -219,7 +219,7 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         yield from (spec for spec in larger if "forward" in spec.name and spec.kernel.endswith("float32:prefill"))
         yield from ragged("for sm_90, grouped", GROUPED, torch.bfloat16, 0)
         for heads, name, dtype in ((MINIMAX, "bfloat16", torch.bfloat16), (MINIMAX_TP8, "float32", torch.float32)):
-            plan = apart(staged_by_mean(plan_prefill(heads, name, limits, True), heads, 64, 64), heads, 64, 64)
+            plan = apart(staged_by_mean(plan_prefill(heads, name, limits, True), heads, 64, 64, limits), heads, 64, 64)
             yield from ragged(f"for sm_90, tokens apart in {name}", heads, dtype, 0, plan, 64, 64)
         for name, dtype in (("float16", torch.float16), ("float32", torch.float32)):
             short = staged(plan_prefill(MINIMAX_TP8, name, limits, True), MINIMAX_TP8, 1)

@@ -194,9 +194,9 @@ def test_tokens_that_are_taken_apart_have_the_same_bits(
 
 
 @pytest.mark.parametrize(("dtype", "size", "segment", "besides", "lengths"), [
-    (torch.bfloat16, 64, 512, 2, [1, 0, 800, 1, 70, 1]), (torch.float16, 72, 0, 3, [1, 300, 200, 1, 1]),
-    (torch.bfloat16, 128, 256, 1, [400, 0, 300, 1, 1, 1]), (torch.float32, 64, 256, 2, [1, 0, 400, 1, 70, 1]),
-    (torch.float32, 72, 192, 1, [192, 1, 1, 200, 1, 193]),
+    (torch.bfloat16, 64, 512, 3, [1, 0, 800, 1, 70, 1]), (torch.float16, 72, 0, 3, [1, 300, 200, 1, 1]),
+    (torch.bfloat16, 128, 256, 5, [400, 0, 300, 1, 1, 1]), (torch.float32, 64, 256, 2, [1, 0, 400, 1, 70, 1]),
+    (torch.float32, 72, 256, 1, [256, 1, 1, 260, 1, 257]), (torch.bfloat16, 64, 0, 1, [600, 300, 1, 270, 1, 1]),
 ], ids=str)  # fmt: skip
 def test_programs_besides_take_part_of_long_segments_with_the_same_bits(
     tensors, kernels, monkeypatch, shadows, dtype, size, segment, besides, lengths
@@ -214,7 +214,7 @@ def test_programs_besides_take_part_of_long_segments_with_the_same_bits(
     plan = PrefillPlan(64, 64, segment, 4, 2, 128 if size > 64 else 64, True)
     if dtype == torch.float32:
         plan = PrefillPlan(64, 64, segment, 8, 1, 64, True, bf16x6=True)
-    for one in (plan, replace(plan, long=64 + 64 * besides, besides=besides)):
+    for one in (plan, replace(plan, long=256, besides=besides)):
         batch.pool.tensor.copy_(before)
         poison_(batch.out.tensor)
         kernels.prefill(batch, one)
@@ -240,7 +240,7 @@ def test_programs_besides_leave_no_count_whatever_the_bounds_are(
     sequences, rows = len(bounds) - 1, 640 if segment == 128 else 1200
     batch = tensors.ragged([rows // sequences] * sequences, heads=(1, 1), sizes=(64, 64), slots=range(sequences))
     batch.cu_seqlens.copy_(torch.tensor(bounds))
-    plan = PrefillPlan(64, 64, segment, 4, 2, 64, True, long=min(segment, 192), besides=1)
+    plan = PrefillPlan(64, 64, segment, 4, 2, 64, True, long=256, besides=1)
     kernels.prefill(batch, plan)
     assert not launch.counters.of(batch.pool.tensor, 1).any()
 

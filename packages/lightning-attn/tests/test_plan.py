@@ -208,16 +208,16 @@ def test_a_long_segment_among_few_other_rows_has_programs_besides() -> None:
     shape = Heads(16, 16, 128, 128)
     short = staged(plan_prefill(shape, "bfloat16", H200, suits_tma=True), shape, 1)
     for tokens, sequences, more in (
-        (4096 + 32, 33, 3), (4096 + 127, 128, 3), (8192 + 64, 65, 1), (16384 + 64, 65, 0), (4096 + 255, 256, 0),
+        (4096 + 32, 33, 3), (4096 + 127, 128, 3), (8192 + 64, 65, 3), (16384 + 64, 65, 0), (4096 + 255, 256, 0),
         (2048 + 32, 33, 3), (2047 + 32, 33, 0), (128, 128, 0), (64 * 33, 64, 3),
     ):  # fmt: skip
         found = besides(short, shape, tokens, sequences, H200)
-        assert found == replace(short, long=2048, besides=more), (tokens, sequences)
+        assert found == replace(short, long=512, besides=more), (tokens, sequences)
         assert found.covers(shape)
     exact = plan_prefill(TP8, "float32", H200, suits_tma=True)
-    assert besides(exact, TP8, 4096 + 8, 9, H200) == replace(exact, long=2048, besides=3)
+    assert besides(exact, TP8, 4096 + 8, 9, H200) == replace(exact, long=512, besides=7)
     alike = replace(exact, shares=2)
-    assert besides(alike, TP8, 4096, 2, H200) == replace(alike, long=2048)
+    assert besides(alike, TP8, 4096, 2, H200) == replace(alike, long=512)
     # Nor where a program takes whole sequences, where segments are shorter, or where roles have other programs.
     many = staged(plan_prefill(MINIMAX, "bfloat16", H200, suits_tma=True), MINIMAX, 1)
     narrow = Heads(8, 8, 64, 64)
@@ -228,9 +228,26 @@ def test_a_long_segment_among_few_other_rows_has_programs_besides() -> None:
     ):  # fmt: skip
         assert besides(plan, heads, 4096 + 8, 9, H200) == plan
     assert not replace(short, besides=1).covers(shape)
-    assert not replace(short, long=2048, besides=4).covers(shape)
+    assert not replace(short, long=512, besides=-1).covers(shape)
     assert not replace(short, long=192, besides=3).covers(shape)
     assert not replace(short, long=2048, roles=True, block_d=64).covers(shape)
+
+
+def test_longer_sequences_take_two_stages_where_sms_are_busy_or_a_round_would_be_more() -> None:
+    """Whichever is long: a long sequence of few programs is slower than by roles, but where it has others."""
+    for heads, sequences, mean, is_short in (
+        (8, 16, 250, True), (8, 16, 512, True), (8, 16, 513, False), (8, 12, 250, False), (8, 17, 250, False),
+        (16, 16, 250, False), (16, 62, 500, True), (16, 61, 500, False), (32, 16, 500, True), (32, 15, 500, False),
+        (64, 8, 500, True), (64, 7, 500, False),
+    ):  # fmt: skip
+        shape = Heads(heads, heads, 128, 128)
+        plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
+        found = staged_by_mean(plan, shape, mean * sequences, sequences, H200)
+        assert found == (staged(plan, shape, 1) if is_short else plan), (heads, sequences, mean)
+    # Where segments have no programs besides.
+    narrow = Heads(16, 16, 64, 48)
+    plan = replace(plan_prefill(narrow, "bfloat16", H200, suits_tma=True), segment=1024)
+    assert staged_by_mean(plan, narrow, 16 * 250, 16, H200) == plan
 
 
 def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_else_of_another_plan() -> None:
@@ -242,8 +259,8 @@ def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_els
         assert short.covers(shape)
         for other in (plan_prefill(shape, "float32", H200), plan_prefill(shape, "bfloat16", A100)):
             assert staged(other, shape, 1) == other
-        assert staged_by_mean(plan, shape, 128 * 9, 9) == short
-        assert staged_by_mean(plan, shape, 128 * 9 + 1, 9) == plan
+        assert staged_by_mean(plan, shape, 128 * 7, 7, H200) == short
+        assert staged_by_mean(plan, shape, 128 * 7 + 1, 7, H200) == plan
         assert apart(short, shape, 9, 9) == replace(short, apart=short.segment == 0)
         assert apart(short, shape, 10, 9) == short
         assert apart(plan, shape, 9, 9) == plan

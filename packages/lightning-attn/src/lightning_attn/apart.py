@@ -29,13 +29,12 @@ def programs_apart(problem: PrefillProblem, programs: int) -> int:
     return min(programs, MOST_ROUND // 2 if problem.dtype == "float32" else MOST_ROUND)
 
 
-def programs_besides(problem: PrefillProblem, plan: PrefillPlan, segments: int) -> int:
+def programs_besides(plan: PrefillPlan, segments: int) -> int:
     """How many programs a head and tile there are beside those of a packed batch's segments, for the long of these.
 
     Fewer than of these: a grid of twice as many shares all alike.
     """
-    most = problem.rows // plan.long
-    return most * min(plan.besides, (segments - 1) // most) if most else 0
+    return min(plan.besides, segments - 1)
 
 
 def behind_tokens(

@@ -22,8 +22,12 @@ from lightning_attn.plan import (
 SHORT = 512
 # From here on: see by_one_role.
 LONG = 24576
-# Tokens of a segment that may have programs besides.
-LONG_SEGMENT = 2048
+# Tokens of a segment that may have programs besides, and of one that a batch is worth them for.
+LONG_SEGMENT, WORTH_MORE = 512, 2048
+# The most programs besides of a head and tile: where no segment is long, others wait for them to find that out.
+MOST_BESIDES = 7
+# The most tokens in the mean of sequences that are taken by two stages.
+MOST_MEAN = 512
 
 
 def takes_tokens(problem: PrefillProblem) -> bool:
@@ -45,7 +49,7 @@ def fitted_prefill(problem: PrefillProblem, limits: DeviceLimits, suits_tma: boo
         plan = by_one_role(plan, heads, problem.dtype, rows)
     # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
-        plan = staged_by_mean(plan, heads, rows, sequences)
+        plan = staged_by_mean(plan, heads, rows, sequences, limits)
         if takes_tokens(problem):
             plan = besides(apart(plan, heads, rows, sequences), heads, rows, sequences, limits)
         return plan
@@ -67,13 +71,23 @@ def staged(plan: PrefillPlan, heads: Heads, tokens: int) -> PrefillPlan:
     return replace(plan, num_stages=stages, block_d=columns, roles=False)
 
 
-def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> PrefillPlan:
+def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int, limits: DeviceLimits) -> PrefillPlan:
     """:func:`staged` for packed sequences, of which only the device knows how long each is.
 
     On an H100, 64 heads of 128, 128 rows of one token alone, with a prompt of 4096 and of 16384: 391, 530 and 931 us
-    with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511.
+    with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511. Longer ones where SMs are
+    busy whichever of them is long, 64 sequences of 250 at 16 heads 210 -> 166, or where by roles they would take a
+    round more and what is long has programs besides, 16 of 250 at 8 heads 36.8 -> 28.4.
     """
-    return staged(plan, heads, 1) if tokens <= 128 * sequences else plan
+    if tokens <= 128 * sequences:
+        return staged(plan, heads, 1)
+    programs = heads.num_heads * cdiv(heads.head_v, 64)
+    rounds = programs * sequences / limits.cores
+    are_busy = rounds >= 15 or (rounds >= 7.5 and 4 * programs >= 1.9 * limits.cores)
+    by_halves = 1.5 <= rounds <= 2 and plan.segment >= WORTH_MORE
+    if tokens > MOST_MEAN * sequences or not (are_busy or by_halves):
+        return plan
+    return staged(plan, heads, 1)
 
 
 def by_one_role(plan: PrefillPlan, heads: Heads, dtype: str, tokens: int) -> PrefillPlan:
@@ -102,24 +116,25 @@ def apart(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> Prefi
 
 
 def besides(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int, limits: DeviceLimits) -> PrefillPlan:
-    """A plan of :func:`plan_prefill` for packed sequences of which one may be long, with the same results bit for bit.
+    """A plan of :func:`plan_prefill` for packed sequences of which some may be long, with the same results bit for bit.
 
-    Where the rows of all others take less time than its longest segment, that has up to three programs more. On an
-    H100, us: 32 rows of one token and a prompt of 4096, 16 heads of 128 123 -> 79, in float16 146 -> 90, 8 heads of 64
-    in float32 116 -> 77; 64 sequences of 33 at 16 heads, of which none is long, 66.6 -> 69.1. Of 255 rows and four
-    prompts, all long, it would be 187 -> 225.
+    Where the rows of all others take less time than its longest segment, long ones have programs more, as many as
+    would be a program an SM of the long alone. On an H100, us: 32 rows of one token and a prompt of 4096, 16 heads of
+    128 123 -> 78, in float16 146 -> 90, and four prompts of 1024 at 8 heads 48 -> 41; 32 sequences of 100 there, of
+    which none is long, 34.9 -> 39.9. Of 255 rows and four prompts, all long, it would be 187 -> 225.
     """
     is_short = plan.hopper and not (plan.roles or plan.chained or plan.apart) and plan.num_stages <= 3
-    if not is_short or heads.head_qk > 128 or plan.segment < (1024 if plan.bf16x6 else LONG_SEGMENT):
+    if not is_short or heads.head_qk > 128 or plan.segment < (1024 if plan.bf16x6 else WORTH_MORE):
         return plan
-    plan = replace(plan, long=min(LONG_SEGMENT, plan.segment))
+    plan = replace(plan, long=LONG_SEGMENT)
     # That the longest may have: each other has one, or a row at least.
     most = tokens - sequences + 1
     programs = heads.num_heads * cdiv(heads.head_v, plan.block_e)
-    if plan.shares > 1 or most < plan.long or sequences * programs > min(most, plan.segment):
+    is_worth = most >= min(WORTH_MORE, plan.segment) and sequences * programs <= min(most, plan.segment)
+    # Of a prompt of several segments each has some.
+    if plan.shares > 1 or not is_worth or 2 * programs * cdiv(most, plan.segment) > limits.cores:
         return plan
-    shares = limits.cores // (programs * cdiv(most, plan.segment))
-    return replace(plan, besides=max(0, min(MOST_SHARES, shares) - 1))
+    return replace(plan, besides=min(MOST_BESIDES, limits.cores // programs - 1))
 
 
 def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:

@@ -160,7 +160,7 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
         sizes, grid = sizes._replace(APART=True), (programs_apart(problem, grid[0]), 1, 1)
     if plan.long and takes_tokens(problem) and not is_apart:
         sizes = sizes._replace(LONG=plan.long)
-        more = programs_besides(problem, plan, _segments(problem, plan))
+        more = programs_besides(plan, _segments(problem, plan))
         grid = (grid[0] + cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * more, 1, 1)
     main: Callable[..., None]
     if plan.hopper and plan.bf16x6:

@@ -149,7 +149,8 @@ class PrefillPlan(Plan):
     ``shares``: so many programs by roles, or in float32 on sm_90, share each segment, with the same bits.
     ``apart``: by the kernels for sm_90, a packed batch of as many rows as sequences has a launch ahead that takes the
     sequences of one token, with the same bits. ``long``: by the kernels for sm_90, a packed batch's segments (or
-    whole sequences) of so many tokens or more may have ``besides`` programs more, with the same bits.
+    whole sequences) of so many tokens or more may have programs more, of ``besides`` a head and tile for all, with the
+    same bits.
     """
 
     chunk: int
@@ -189,8 +190,8 @@ class PrefillPlan(Plan):
         may_be_long = self.hopper and not (self.roles or self.chained or self.apart) and heads.head_qk <= 128
         if self.long < 0 or (self.long and not (may_be_long and (self.segment or not self.bf16x6))):
             return False
-        # Each has a chunk at least: who has none is not counted among those that another waits for.
-        if not 0 <= self.besides < MOST_SHARES or (self.besides and self.long <= self.besides * self.chunk):
+        # Each share has a chunk: who has none is not counted among those that another waits for.
+        if self.besides < 0 or (self.besides and self.long < MOST_SHARES * self.chunk):
             return False
         if self.besides and self.shares != 1:
             return False

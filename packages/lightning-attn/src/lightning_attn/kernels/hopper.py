@@ -135,7 +135,7 @@ def prefill_item(
         wait_for_call(batch, sizes)
     LONG: gl.constexpr = sizes.LONG > 0
     if LONG:
-        i_e, i_h, i_n, i_segment, i_share, number = locate_share(batch, i_item, items, sizes)
+        i_e, i_h, i_n, i_segment, i_share = locate_share(batch, i_item, items, sizes)
         i_segment, first, last = rows_of_sequence(batch, i_n, i_segment, i_share, sizes)
     else:
         i_e, i_h, i_w = item(i_item, items, sizes.H, TILES, LAST_FIRST)
@@ -170,8 +170,7 @@ def prefill_item(
             # No chunk is left.
             end = begin
         if LONG:
-            share = (i_share, number)
-            i_share, shares = shares_of_segment(batch, i_n, i_segment, begin, end, share, items, sizes)
+            i_share, shares = shares_of_segment(batch, i_n, begin, end, i_share, items, sizes)
             if shares == 0:
                 end = begin
             if shares > 1:

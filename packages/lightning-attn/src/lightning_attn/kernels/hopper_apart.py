@@ -120,15 +120,22 @@ def nth_of_others(batch, i_w, sizes: gl.constexpr):
         first += TOGETHER
         segments = segments_from(batch, first, sizes)
         count = gl.sum(segments, axis=0)
+    i_n, passed = nth_of(segments, i_w, passed, sizes)
+    return first + i_n, i_w - passed
+
+
+@gluon.jit
+def nth_of(segments, number, passed, sizes: gl.constexpr):
+    """Which of ``numbers`` has the segment of this number, and how many are before it. passed: before them all."""
     o_n = numbers(sizes)
     before = passed
     i_n = gl.to_tensor(0).to(gl.int32)
     for i in gl.static_range(7):  # TOGETHER is 2^7.
         count = gl.sum(gl.where(o_n < i_n + (TOGETHER >> (i + 1)), segments, 0), axis=0)
-        is_behind = before + count <= i_w
+        is_behind = before + count <= number
         i_n = gl.where(is_behind, i_n + (TOGETHER >> (i + 1)), i_n)
         passed = gl.where(is_behind, before + count, passed)
-    return first + i_n, i_w - passed
+    return i_n, passed
 
 
 @gluon.jit(do_not_specialize=["rows", "num_sequences", "num_slots"])

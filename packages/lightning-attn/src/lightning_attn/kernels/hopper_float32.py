@@ -138,11 +138,10 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
     elif LONG:
         i_n = i_w * 0
         i_segment = i_w * 0
-        number = i_w * 0
         first = i_w.to(gl.int64) * 0
         last = first
         if are_long:
-            i_e, i_head, i_n, i_segment, i_share, number = locate_share(batch, i_item, items, sizes)
+            i_e, i_head, i_n, i_segment, i_share = locate_share(batch, i_item, items, sizes)
             i_h = i_head.to(gl.int64)
             i_segment, first, last = rows_of_sequence(batch, i_n, i_segment, i_share, sizes)
         else:
@@ -172,9 +171,7 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
         if LONG:
             if are_long:
                 is_own = i_share < 0
-                i_share, shares = shares_of_segment(
-                    batch, i_n, i_segment, begin, end, (i_share, number), items, sizes
-                )  # fmt: skip
+                i_share, shares = shares_of_segment(batch, i_n, begin, end, i_share, items, sizes)
                 is_alone = shares == 0
                 if initial.p is not None:
                     is_alone = is_alone | (length <= SEGMENT)

@@ -1,9 +1,9 @@
 """Long segments among a packed batch's short sequences, on sm_90: several programs share each, with the same bits.
 
 Rows of one token want many small programs, and a prompt among them, which only the device can tell, has few of these.
-Ahead of the grid's programs, one a segment, head and tile, come as many as LONG segments may have besides. Those of a
-segment are of a number: how many times LONG rows lie before it. No two segments of as many rows begin within the same
-LONG rows; who has nobody's number ends. The grid's program makes the outputs of a segment's last chunks, the others
+Ahead of the grid's programs, one a segment, head and tile, come some more, which are divided among the long segments:
+those of LONG rows, of twice or of four times as many, of the first that leave each one program more at least. A program
+counts them, and ends if it is nobody's. The grid's program makes the outputs of a segment's last chunks, the others
 those before, in order, and each follows the state up to its own (see ``schedule.chunks_before``).
 
 A sequence of one segment may begin from a slot of the pool and ends in it: the grid's program, which stores the state,
@@ -23,10 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate
-from lightning_attn.kernels.hopper_apart import TOGETHER, numbers, wait_for_ahead
+from lightning_attn.kernels.hopper_apart import TOGETHER, nth_of, numbers, wait_for_ahead
 from lightning_attn.kernels.hopper_ring import state_layout
 from lightning_attn.kernels.hopper_rows import load_state, zero_state
 from lightning_attn.kernels.schedule import bounds, carried_slot, has_initial, sequence_of, weight_before
+
+# Programs besides of a segment: ``weight_before`` has as many weights, and the grid's own.
+MOST_OTHERS = gl.constexpr(3)
 
 
 @gluon.constexpr_function
@@ -46,16 +49,53 @@ def own_items(batch, sizes: gl.constexpr):
 
 
 @gluon.jit
+def long_from(batch, first, least, sizes: gl.constexpr):
+    """How many segments of ``least`` rows each of the sequences from ``first`` on has; too many where bounds fall.
+
+    Of a segment that such bounds give there may be no program in the grid: nobody would count the others off.
+    """
+    o_n = first + numbers(sizes)
+    m = o_n < batch.count.sequences
+    begin = gl.load(batch.p_cu + o_n, mask=m, other=0).to(gl.int64)
+    after = gl.load(batch.p_cu + o_n + 1, mask=m, other=0).to(gl.int64)
+    falls = after < begin
+    # Clamped as ``bounds`` does.
+    begin = gl.minimum(gl.maximum(begin, 0), batch.count.rows)
+    end = gl.minimum(gl.maximum(after, begin), batch.count.rows)
+    length = (end - begin).to(gl.int32)
+    if sizes.SEGMENT:
+        whole = gl.where(least <= sizes.SEGMENT, length // sizes.SEGMENT, 0)
+        segments = whole + gl.where(length % sizes.SEGMENT >= least, 1, 0)
+    else:
+        segments = gl.where(length >= least, 1, 0)
+    return gl.where(falls, 4096, segments)
+
+
+@gluon.jit
 def others_of(batch, more, sizes: gl.constexpr):
-    """How many programs a long segment's head and tile has besides, of so many in all."""
+    """Rows of a long segment, how many there are, and how many programs each one's head and tile has besides.
+
+    more: all programs besides.
+    """
     TILES: gl.constexpr = (sizes.E + sizes.BLOCK_E - 1) // sizes.BLOCK_E
-    return more // (sizes.H * TILES * gl.maximum(batch.count.rows // sizes.LONG, 1))
+    zero = gl.to_tensor(0).to(gl.int32)
+    one = zero
+    two = zero
+    four = zero
+    for first in range(0, batch.count.sequences, TOGETHER):
+        one += gl.sum(long_from(batch, first, sizes.LONG, sizes), axis=0)
+        two += gl.sum(long_from(batch, first, 2 * sizes.LONG, sizes), axis=0)
+        four += gl.sum(long_from(batch, first, 4 * sizes.LONG, sizes), axis=0)
+    each = more // (sizes.H * TILES) + 1
+    least = zero + gl.where(2 * one <= each, 1, gl.where(2 * two <= each, 2, 4)) * sizes.LONG
+    segments = gl.where(2 * one <= each, one, gl.where(2 * two <= each, two, four))
+    return least, segments, gl.minimum(gl.maximum(each // gl.maximum(segments, 1) - 1, 0), MOST_OTHERS)
 
 
 @gluon.jit
 def locate_share(batch, i_item, items, sizes: gl.constexpr):
     """Tile, head and sequence of the i-th item, its segment or, of the grid's own, its index; and which of a long
-    segment's others it is, or -1, and of which number.
+    segment's others it is, or -1.
 
     Nothing is loaded behind the sequence's number, so that its bounds, slot and mark are loaded together: of rows of
     one token each wait shows.
@@ -65,14 +105,17 @@ def locate_share(batch, i_item, items, sizes: gl.constexpr):
     more = items - own_items(batch, sizes)
     i = i_item
     i_share = i * 0 - 1
-    number = i * 0
     i_n = i * 0
     i_segment = i * 0
     if i < more:
-        others = others_of(batch, more, sizes)
-        i_share = (i // PROGRAMS) % others
-        number = i // PROGRAMS // others
-        i_n, i_segment = long_segment(batch, number, sizes)
+        least, segments, others = others_of(batch, more, sizes)
+        i_share = i * 0
+        # Nobody's: the rows of no sequence.
+        i_n += batch.count.sequences
+        i_segment += 1
+        if i < segments * others * PROGRAMS:
+            i_share = (i // PROGRAMS) % others
+            i_n, i_segment = long_segment(batch, i // PROGRAMS // others, least, sizes)
     else:
         # Prompts come last, as in every ragged batch's grid.
         i = items - 1 - i
@@ -80,7 +123,7 @@ def locate_share(batch, i_item, items, sizes: gl.constexpr):
         i_n = i_segment
         if sizes.SEGMENT:
             i_n = sequence_of(batch, i_segment, sizes.SEGMENT)
-    return i % TILES, (i // TILES) % sizes.H, i_n, i_segment, i_share, number
+    return i % TILES, (i // TILES) % sizes.H, i_n, i_segment, i_share
 
 
 @gluon.jit
@@ -96,51 +139,34 @@ def rows_of_sequence(batch, i_n, i_segment, i_share, sizes: gl.constexpr):
 
 
 @gluon.jit
-def long_segment(batch, number, sizes: gl.constexpr):
-    """Sequence and segment that has a long segment of this number, if any has; where bounds fall, a segment of -1.
-
-    Of a segment that they give there may be no program in the grid: nobody would count the others off.
-    """
-    # Which it has, as it begins within LONG rows up to this one.
-    row = (number + 1) * sizes.LONG - 1
-    begun = gl.to_tensor(0).to(gl.int32)
+def long_segment(batch, number, least, sizes: gl.constexpr):
+    """Sequence and segment that has a long segment of this number; there is one."""
     first = gl.to_tensor(0).to(gl.int32)
-    falls = gl.to_tensor(0).to(gl.int32)
-    for i in range(0, batch.count.sequences, TOGETHER):
-        o_n = i + numbers(sizes)
-        mask = o_n < batch.count.sequences
-        begin = gl.load(batch.p_cu + o_n, mask=mask, other=2147483647)
-        after = gl.load(batch.p_cu + o_n + 1, mask=mask, other=2147483647)
-        falls += gl.sum((after < begin).to(gl.int32), axis=0)
-        begin = begin.to(gl.int32)
-        begun += gl.sum((begin <= row).to(gl.int32), axis=0)
-        # Not loaded again: each load would wait for the one before.
-        first = gl.maximum(first, gl.max(gl.where(begin <= row, begin, 0), axis=0))
-    i_segment = begun * 0
-    if sizes.SEGMENT:
-        i_segment = (row - first) // sizes.SEGMENT
-    return gl.maximum(begun - 1, 0), gl.where(falls > 0, -1, i_segment)
+    passed = gl.to_tensor(0).to(gl.int32)
+    segments = long_from(batch, 0, least, sizes)
+    count = gl.sum(segments, axis=0)
+    while passed + count <= number:
+        passed += count
+        first += TOGETHER
+        segments = long_from(batch, first, least, sizes)
+        count = gl.sum(segments, axis=0)
+    i_n, passed = nth_of(segments, number, passed, sizes)
+    return first + i_n, number - passed
 
 
 @gluon.jit
-def shares_of_segment(batch, i_n, i_segment, begin, end, share, items, sizes: gl.constexpr):
+def shares_of_segment(batch, i_n, begin, end, i_share, items, sizes: gl.constexpr):
     """Which of how many programs that share this segment an item is; the grid's own is the last, or the only one.
 
-    share: of ``locate_share``. One of the others whose number is nobody's is of none.
+    i_share: of ``locate_share``. Nobody's is of none.
     """
-    i_share, number = share
     is_own = i_share < 0
-    is_long = (end - begin >= sizes.LONG) & (i_n < batch.count.sequences)
     shares = i_share * 0 + gl.where(is_own, 1, 0)
     i_share = gl.maximum(i_share, 0)
-    if is_long:
-        if is_own:
-            # As the others find it: where bounds fall, none is long.
-            number = (begin // sizes.LONG).to(gl.int32)
-            i_other, i_its = long_segment(batch, number, sizes)
-            is_long = (i_other == i_n) & (i_its == i_segment)
-        if is_long & (begin // sizes.LONG == number):
-            others = others_of(batch, items - own_items(batch, sizes), sizes)
+    more = items - own_items(batch, sizes)
+    if (end - begin >= sizes.LONG) & (i_n < batch.count.sequences) & (more > 0):
+        least, _, others = others_of(batch, more, sizes)
+        if end - begin >= least:
             shares = others + 1
             i_share = gl.where(is_own, others, i_share)
     return i_share, shares

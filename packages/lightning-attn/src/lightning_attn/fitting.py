@@ -24,10 +24,6 @@ SHORT = 512
 LONG = 24576
 # Tokens of a segment that may have programs besides, and of one that a batch is worth them for.
 LONG_SEGMENT, WORTH_MORE = 512, 2048
-# The most programs besides of a head and tile: where no segment is long, others wait for them to find that out.
-MOST_BESIDES = 7
-# The most tokens in the mean of sequences that are taken by two stages.
-MOST_MEAN = 512
 
 
 def takes_tokens(problem: PrefillProblem) -> bool:
@@ -75,19 +71,13 @@ def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int,
     """:func:`staged` for packed sequences, of which only the device knows how long each is.
 
     On an H100, 64 heads of 128, 128 rows of one token alone, with a prompt of 4096 and of 16384: 391, 530 and 931 us
-    with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511. Longer ones where SMs are
-    busy whichever of them is long, 64 sequences of 250 at 16 heads 210 -> 166, or where by roles they would take a
-    round more and what is long has programs besides, 16 of 250 at 8 heads 36.8 -> 28.4.
+    with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511. Longer ones where there
+    are so many that SMs are busy whichever of them is long: 64 sequences of 250 at 16 heads 210 -> 168, 60 rows and
+    a prompt of 16384 222 -> 210; but of 16 at 32 heads 105 -> 83, and 15 rows and a prompt of 4096 80 -> 107.
     """
-    if tokens <= 128 * sequences:
-        return staged(plan, heads, 1)
-    programs = heads.num_heads * cdiv(heads.head_v, 64)
-    rounds = programs * sequences / limits.cores
-    are_busy = rounds >= 15 or (rounds >= 7.5 and 4 * programs >= 1.9 * limits.cores)
-    by_halves = 1.5 <= rounds <= 2 and plan.segment >= WORTH_MORE
-    if tokens > MOST_MEAN * sequences or not (are_busy or by_halves):
-        return plan
-    return staged(plan, heads, 1)
+    programs_an_sm = heads.num_heads * cdiv(heads.head_v, 64) * sequences / limits.cores
+    most = 512 if programs_an_sm >= 30 else 256 if programs_an_sm >= 15 else 128
+    return staged(plan, heads, 1) if tokens <= most * sequences else plan
 
 
 def by_one_role(plan: PrefillPlan, heads: Heads, dtype: str, tokens: int) -> PrefillPlan:
@@ -134,7 +124,8 @@ def besides(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int, limits
     # Of a prompt of several segments each has some.
     if plan.shares > 1 or not is_worth or 2 * programs * cdiv(most, plan.segment) > limits.cores:
         return plan
-    return replace(plan, besides=min(MOST_BESIDES, limits.cores // programs - 1))
+    # Where none is long, others wait for them to find that out.
+    return replace(plan, besides=min(limits.cores // programs - 1, 4 * (tokens // min(WORTH_MORE, plan.segment))))
 
 
 def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:

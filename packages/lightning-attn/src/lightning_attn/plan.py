@@ -129,6 +129,8 @@ class DeviceLimits:
 
 # The most programs that share a segment: ``weight_before`` in kernels/schedule.py has as many weights.
 MOST_SHARES = 4
+# Fewer programs besides than ``long_from`` in kernels/hopper_long.py counts where bounds fall, twice over.
+MOST_BESIDES = 1024
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class PrefillPlan(Plan):
         if self.long < 0 or (self.long and not (may_be_long and (self.segment or not self.bf16x6))):
             return False
         # Each share has a chunk: who has none is not counted among those that another waits for.
-        if self.besides < 0 or (self.besides and self.long < MOST_SHARES * self.chunk):
+        if not 0 <= self.besides < MOST_BESIDES or (self.besides and self.long < MOST_SHARES * self.chunk):
             return False
         if self.besides and self.shares != 1:
             return False

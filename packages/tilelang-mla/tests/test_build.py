@@ -113,6 +113,8 @@ def test_simplifications_behind_which_others_do_the_same_are_left_out(launch) ->
               "s_tir.RenormalizeSplitPattern", "tirx.Simplify")  # fmt: skip
     left_out = [i for i, name in enumerate(passes) if not one.should_run(None, SimpleNamespace(name=name))]
     assert left_out == [3, 7]
+    one, passes = Fewer(in_c=True), ("tl.InjectAssumes", "tl.Simplify", "tl.IfStmtBinding", "tl.Simplify")
+    assert [one.should_run(None, SimpleNamespace(name=name)) for name in passes] == [True, True, True, False]
 
 
 def test_passes_are_left_out_of_kernels_of_this_package_alone(launch) -> None:

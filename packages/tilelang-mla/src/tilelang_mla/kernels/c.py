@@ -33,7 +33,7 @@ def kernel(name: str, **constants: Any) -> Any:
     build = getattr(import_module(f"tilelang_mla.kernels.{module}"), builder)
     text = build(Language(), dtype=dtype, serial=True, **constants)
     # With the earlier solver of ``quick_proofs`` TileLang stops at some, by a check of its own.
-    with fewer_passes():
+    with fewer_passes(in_c=True):
         return tilelang.compile(text, target="c", execution_backend="cython")
 
 

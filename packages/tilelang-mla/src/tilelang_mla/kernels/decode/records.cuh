@@ -73,20 +73,24 @@ template <class Barrier> MLA_DEVICE void free(Barrier &low, Barrier &high, int t
 template <bool BF16>
 MLA_DEVICE void lift_q(void *memory_at, void *rows_at, int low, int high, int rows, float scale, int thread) {
   uint8_t *memory = aligned(memory_at);
-  constexpr int TEAM = 8, UNITS = CHUNKS * 16 / TEAM, LIFTED = WIDENED * 16 / TEAM;
+  constexpr int TEAM = 8;
   Rows<N> of_rows = Rows<N>::of(rows_at);
   int own = thread % TEAM;
 #pragma unroll 1
   for (int n = thread / TEAM; n < N; n += 128 / TEAM) {
     bool there = n < rows;
-    const uint2 *row = reinterpret_cast<const uint2 *>(stage_of(memory_at, n < 32 ? low : high) + n % 32 * OF_Q) + own;
-    uint2 fours[UNITS];
+    const uint4 *row = reinterpret_cast<const uint4 *>(stage_of(memory_at, n < 32 ? low : high) + n % 32 * OF_Q) + own;
+    uint2 fours[CHUNKS][2];
     float x[4], most = 0.f;
+    // A team reads and writes other banks than those of its warp beside it.
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) fours[i] = row[TEAM * i];
+    for (int c = 0; c < CHUNKS; c++) {
+      uint4 eight = row[TEAM * c];
+      fours[c][0] = make_uint2(eight.x, eight.y), fours[c][1] = make_uint2(eight.z, eight.w);
+    }
 #pragma unroll
-    for (int i = 0; i < LIFTED; i++) {
-      unpack<BF16>(fours[i], x);
+    for (int i = 0; i < 2 * WIDENED; i++) {
+      unpack<BF16>(fours[i / 2][i % 2], x);
 #pragma unroll
       for (int j = 0; j < 4; j++) most = fmaxf(most, fabsf(x[j]));
     }
@@ -95,16 +99,16 @@ MLA_DEVICE void lift_q(void *memory_at, void *rows_at, int low, int high, int ro
     int exponent = (__float_as_uint(most) >> 23) & 255;
     int lift = exponent == 0 || exponent == 255 ? 127 : min(max(268 - exponent, 1), 253);
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) {
+    for (int i = 0; i < 2 * CHUNKS; i++) {
       // Of a chunk's fours; of ropes 8 elements come at a time.
-      int four = TEAM * (i % 2) + own, t = four / 4, s = four % 4;
-      if (i >= LIFTED) t = four % 8 / 2, s = 2 * (four / 8) + four % 2;
-      unpack<BF16>(fours[i], x);
+      int c = i / 2, t = own / 2, s = 2 * (own % 2) + i % 2;
+      if (c >= WIDENED) t = own % 4, s = 2 * (own / 4) + i % 2;
+      unpack<BF16>(fours[c][i % 2], x);
 #pragma unroll
       for (int j = 0; j < 4; j++) x[j] = there ? x[j] * __uint_as_float(lift << 23) : 0.f;
-      uint8_t *chunk = memory + i / 2 * CHUNK;
-      *reinterpret_cast<uint32_t *>(chunk + place(n, 16 * s + 2 * t)) = pack(x[0], x[1], BF16 && i >= LIFTED);
-      *reinterpret_cast<uint32_t *>(chunk + place(n, 16 * s + 2 * t + 8)) = pack(x[2], x[3], BF16 && i >= LIFTED);
+      uint8_t *chunk = memory + c * CHUNK;
+      *reinterpret_cast<uint32_t *>(chunk + place(n, 16 * s + 2 * t)) = pack(x[0], x[1], BF16 && c >= WIDENED);
+      *reinterpret_cast<uint32_t *>(chunk + place(n, 16 * s + 2 * t + 8)) = pack(x[2], x[3], BF16 && c >= WIDENED);
     }
     if (own == 0) {
       of_rows.highest[n] = of_rows.highest[N + n] = FLOOR;

@@ -72,11 +72,15 @@ def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int,
 
     On an H100, 64 heads of 128, 128 rows of one token alone, with a prompt of 4096 and of 16384: 391, 530 and 931 us
     with 2 stages, 496, 602 and 944 with 4; but 15 rows with a prompt of 16384, 600 and 511. Longer ones where there
-    are so many that SMs are busy whichever of them is long: 64 sequences of 250 at 16 heads 210 -> 168, 60 rows and
-    a prompt of 16384 222 -> 210; but of 16 at 32 heads 105 -> 83, and 15 rows and a prompt of 4096 80 -> 107.
+    are so many that the rows of all take as long as a segment: 64 sequences of 250 at 16 heads 208 -> 167, 61 rows and
+    a prompt of 15800 227 -> 210; but 32 of lognormal lengths with a mean of 256 at 32 heads 201 -> 171, and 30 rows
+    and a prompt of 7900 157 -> 200.
     """
-    programs_an_sm = heads.num_heads * cdiv(heads.head_v, 64) * sequences / limits.cores
-    most = 512 if programs_an_sm >= 30 else 256 if programs_an_sm >= 15 else 128
+    programs = heads.num_heads * cdiv(heads.head_v, 64)
+    longest = min(tokens, plan.segment) if plan.segment else tokens
+    most = 128
+    if programs * sequences >= 15 * limits.cores and 10 * tokens * programs >= 9 * limits.cores * longest:
+        most = 512 if plan.segment and programs * sequences >= 30 * limits.cores else 256
     return staged(plan, heads, 1) if tokens <= most * sequences else plan
 
 
@@ -124,8 +128,7 @@ def besides(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int, limits
     # Of a prompt of several segments each has some.
     if plan.shares > 1 or not is_worth or 2 * programs * cdiv(most, plan.segment) > limits.cores:
         return plan
-    # Where none is long, others wait for them to find that out.
-    return replace(plan, besides=min(limits.cores // programs - 1, 4 * (tokens // min(WORTH_MORE, plan.segment))))
+    return replace(plan, besides=limits.cores // programs - 1)
 
 
 def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits) -> PrefillPlan:

@@ -214,6 +214,8 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
         # Of float16, which takes more registers than bfloat16.
         yield list(dense("for sm_90, 128 columns", MINIMAX_TP8, torch.float16, wide))[-1]
         yield from ragged("for sm_90, head sizes of 256, snapshots", WIDE, torch.float16, 2)
+        by_two = ragged("for sm_90, two warpgroups follow", Heads(16, 16, 72, 72), torch.bfloat16, 0)
+        yield from (spec for spec in by_two if spec.kernel.endswith("hopper_roles:prefill"))
         yield from dense("for sm_90 in float32", MINIMAX_TP8, torch.float32)
         larger = dense("for sm_90, two launches in float32", LARGER_TP8, torch.float32, forward=True)
         yield from (spec for spec in larger if "forward" in spec.name and spec.kernel.endswith("float32:prefill"))
@@ -251,7 +253,10 @@ def test_every_kernel_compiles_for_every_target_without_spills_or_traps(reports:
     # Programs that go round hold what belongs to all items.
     round_ = [report for report in reports if report.spec == "for sm_90, tokens apart in bfloat16, ragged 1"]
     assert_clean(round_, most_stack_outside_loops=48)
-    assert_clean([report for report in reports if report not in float32 + of_256 + round_])
+    # Scores' warps, which wait half of their time, have 104 registers where two warpgroups follow a state.
+    by_two = [report for report in reports if report.spec.startswith("for sm_90, two warpgroups follow")]
+    assert_clean(by_two, most_stack_outside_loops=8, most_in_loops=2)
+    assert_clean([report for report in reports if report not in float32 + of_256 + round_ + by_two])
     assert {report.target for report in reports} == set(TARGETS)
 
 

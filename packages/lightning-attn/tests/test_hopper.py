@@ -101,16 +101,19 @@ def test_two_warpgroups_of_128_columns_are_the_recurrence(tensors, kernels, dtyp
     check_kinds_of_sequences(tensors, kernels, plan, (40, 168), dtype)
 
 
-@pytest.mark.parametrize(("sizes", "dtype", "segment"), [
-    ((136, 40), torch.bfloat16, 0), ((256, 72), torch.float16, 64), ((80, 72), torch.bfloat16, 128),
+@pytest.mark.parametrize(("sizes", "dtype", "segment", "followers"), [
+    ((136, 40), torch.bfloat16, 0, 1), ((256, 72), torch.float16, 64, 1), ((80, 72), torch.bfloat16, 128, 2),
+    ((72, 136), torch.float16, 0, 2),
 ], ids=str)  # fmt: skip
-def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment) -> None:
-    check_kinds_of_sequences(tensors, kernels, PrefillPlan(64, 64, segment, 4, 3, 64, True, roles=True), sizes, dtype)
+def test_roles_are_the_recurrence(tensors, kernels, sizes, dtype, segment, followers) -> None:
+    """By one or two warpgroups that follow a state, of 64 columns each."""
+    plan = PrefillPlan(64, 64 * followers, segment, 4 * followers, 3, 64, True, roles=True)
+    check_kinds_of_sequences(tensors, kernels, plan, sizes, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "sizes", "shares", "initial"), [
     (torch.bfloat16, (48, 40), 2, False), (torch.float16, (72, 64), 4, False), (torch.bfloat16, (48, 40), 2, True),
-    (torch.float16, (136, 40), 2, False), (torch.float32, (48, 40), 4, True),
+    (torch.float16, (136, 40), 2, False), (torch.float32, (48, 40), 4, True), (torch.bfloat16, (72, 80), 4, False),
 ], ids=str)  # fmt: skip
 def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, sizes, shares, initial) -> None:
     """Of one, four and, in two segments, six and four chunks, the last of them short, of one token, and of padding.
@@ -124,7 +127,8 @@ def test_programs_that_share_a_segment_have_its_bits(tensors, kernels, dtype, si
     for count in (1, shares):
         batch.pool.tensor.copy_(before)
         poison_(batch.out.tensor)
-        plan = PrefillPlan(64, 64, 384, 4, 3, 64, True, roles=True, shares=count)
+        by_two = {"block_e": 128, "num_warps": 8} if sizes == (72, 80) else {}
+        plan = replace(PrefillPlan(64, 64, 384, 4, 3, 64, True, roles=True, shares=count), **by_two)
         if dtype == torch.float32:
             plan = PrefillPlan(64, 64, 384, 8, 1, 64, True, bf16x6=True, shares=count)
         kernels.prefill(batch, plan, initial=None if initial else False)
@@ -423,11 +427,12 @@ def test_segments_read_no_state_that_was_not_written_however_steep_the_rate(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_stages_columns_and_roles_of_a_program_change_no_bits(tensors, kernels, dtype) -> None:
-    q, k, v = (tensors.normal(1, 1, 140, size, dtype=dtype) for size in (48, 48, 40))
+    q, k, v = (tensors.normal(1, 1, 140, size, dtype=dtype) for size in (48, 48, 72))
     plan, slopes = PrefillPlan(64, 64, 0, 4, 4, 64, True), torch.tensor([0.02])
     first = kernels.attention(plan, q, k, v, slopes, None)
     for change in (
         {"num_stages": 2}, {"num_stages": 3, "block_e": 128, "num_warps": 8}, {"roles": True},
+        {"num_stages": 3, "block_e": 128, "num_warps": 8, "roles": True},
     ):  # fmt: skip
         for one, other in zip(first, kernels.attention(replace(plan, **change), q, k, v, slopes, None), strict=True):
             assert_bitwise_equal(one, other)

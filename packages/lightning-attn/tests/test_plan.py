@@ -11,12 +11,11 @@ import pytest
 from kernel_reference.models import MINIMAX_01
 from kernel_reference.testing.forks import run_alone
 from lightning_attn.fitting import (
-    LONG,
     SHORT,
     apart,
     besides,
-    by_one_role,
     narrowed,
+    packed_by_two,
     shared,
     staged,
     staged_by_mean,
@@ -36,6 +35,7 @@ from lightning_attn.plan import (
     fitted,
     plan_decode,
     plan_prefill,
+    unsegmented,
 )
 
 KIB = 1024
@@ -84,7 +84,7 @@ def test_segments_are_whole_chunks_at_all_head_sizes(limits: DeviceLimits) -> No
 @on_every_device
 def test_blocks_are_powers_of_two_that_waste_less_than_half_of_a_state(limits: DeviceLimits) -> None:
     for shape, _, plan in prefill_plans(limits):
-        assert 16 <= plan.block_e <= 64
+        assert 16 <= plan.block_e <= (128 if plan.roles else 64)
         assert 16 <= plan.block_d <= 256
         assert plan.block_e < 2 * shape.head_v
         assert plan.block_d < 2 * shape.head_qk
@@ -167,14 +167,15 @@ def test_segments_for_sm_90_are_a_program_an_sm_for_a_sequence_of_16384_tokens()
         (64, 64, 8192, 6), (16, 64, 2048, 6), (128, 64, 0, 6), (32, 96, 8192, 4), (32, 128, 8192, 4),
         (40, 128, 8192, 4), (40, 64, 4096, 6), (16, 128, 4096, 4), (8, 128, 2048, 4), (4, 128, 2048, 4),
         (1, 64, 1024, 6), (64, 128, 0, 4), (32, 192, 0, 3),
-        (8, 256, 4096, 3), (64, 72, 0, 4), (32, 72, 8192, 4), (16, 72, 4096, 4),
-        (64, 80, 0, 4), (32, 80, 8192, 4), (32, 104, 4096, 4),
+        (8, 256, 4096, 3), (64, 72, 8192, 4), (32, 72, 4096, 4), (16, 72, 4096, 4), (8, 72, 2048, 4),
+        (64, 80, 8192, 4), (32, 80, 4096, 4), (128, 72, 0, 4), (32, 104, 4096, 4), (16, 104, 2048, 4),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
         assert (plan.segment, plan.num_stages) == (segment, stages), shape
         # Of 104 the last piece would cost as much as one of 64 rows, of 72 and 80 it has fewer columns.
-        assert plan.roles == (size != 104), shape
+        assert plan.roles == (size != 104 or heads > 16), shape
+        assert (plan.block_e == 128) == (size in (72, 80, 104) and heads > 16), shape
         assert plan_prefill(shape, "float16", H200, suits_tma=True) == plan
 
 
@@ -275,22 +276,26 @@ def test_short_sequences_take_two_stages_of_the_kernel_for_sm_90_and_nothing_els
     assert staged(of_wide, wide, 1) == of_wide
 
 
-def test_long_sequences_go_by_one_role_where_neighbouring_heads_share_sectors() -> None:
+def test_packed_sequences_of_heads_that_fill_the_device_have_no_segments_by_two_warpgroups() -> None:
     shape = Heads(64, 64, 72, 72)
     plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
-    by_one = replace(plan, block_d=128, roles=False)
-    assert by_one_role(plan, shape, "bfloat16", LONG) == by_one
-    assert by_one.covers(shape)
-    assert by_one_role(plan, shape, "bfloat16", LONG - 1) == by_one_role(plan, shape, "float16", LONG) == plan
-    for other in (Heads(64, 64, 80, 80), Heads(32, 32, 72, 72), Heads(64, 64, 136, 136)):
+    assert (plan.roles, plan.block_e, plan.segment, plan.part) == (True, 128, 8192, 1024)
+    whole = unsegmented(plan)
+    assert packed_by_two(plan, shape, 8192, 2, H200) == packed_by_two(plan, shape, 4097, 1, H200) == whole
+    assert packed_by_two(plan, shape, 4096, 1, H200, snapshots=True) == whole
+    assert packed_by_two(plan, shape, 4096, 1, H200) == replace(whole, block_e=64, num_warps=4)
+    assert whole.covers(shape)
+    for other, segment in ((Heads(32, 32, 72, 72), 4096), (Heads(16, 16, 88, 80), 4096), (Heads(8, 8, 72, 72), 2048)):
         plan = plan_prefill(other, "bfloat16", H200, suits_tma=True)
-        assert by_one_role(plan, other, "bfloat16", LONG) == plan
+        assert plan.segment == segment
+        assert (plan.block_e == 128) == (other.num_heads > 16)
+        assert packed_by_two(plan, other, 16384, 1, H200) == plan
 
 
 def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_else() -> None:
     for heads, size, tokens, sequences, wide in (
         (8, 128, 32768, 1, True), (8, 128, 16384, 1, False), (4, 128, 16384, 1, False), (16, 128, 16384, 1, False),
-        (16, 128, 32768, 1, True), (16, 128, 3000, 4, False), (32, 104, 16384, 1, True), (32, 128, 16384, 1, False),
+        (16, 128, 32768, 1, True), (16, 128, 3000, 4, False), (32, 104, 16384, 1, False), (32, 128, 16384, 1, False),
         (64, 128, 16384, 1, False), (64, 64, 16384, 1, False), (16, 256, 16384, 1, False),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
@@ -449,7 +454,9 @@ def test_a_plan_for_hopper_covers_the_head_sizes_that_its_kernel_is_written_for(
         assert wide.covers(shape) == (32 < d <= 64 and e > 64)
         by_roles = replace(ON_HOPPER, block_d=64, num_stages=3, roles=True)
         assert by_roles.covers(shape) == (d > 32 and e > 32)
-        assert replace(by_roles, num_stages=4).covers(shape) == (32 < d <= 128 and e > 32)
+        # A last piece of 32 columns or less takes as much memory as it has columns.
+        assert replace(by_roles, num_stages=4).covers(shape) == (32 < d <= 160 and e > 32)
+        assert replace(by_roles, block_e=128, num_warps=8).covers(shape) == (32 < d <= 128 and e > 64)
         assert not replace(by_roles, chained=True).covers(shape)
         assert GOOD.covers(shape)
 
@@ -459,6 +466,8 @@ def test_a_pinned_plan_of_128_columns_has_64_for_gradients_of_as_many() -> None:
     wide = replace(ON_HOPPER, block_d=64, block_e=128, num_warps=8, num_stages=3)
     assert fitted(wide, Heads(2, 2, 64, 128)) == wide
     assert fitted(wide, Heads(2, 2, 128, 64)) == replace(wide, block_d=128, block_e=64, num_warps=4)
+    by_roles = replace(wide, roles=True)
+    assert fitted(by_roles, Heads(2, 2, 128, 64)) == replace(by_roles, block_e=64, num_warps=4)
 
 
 def test_a_pinned_plan_goes_by_roles_for_gradients_of_states_of_more_than_128_rows() -> None:

@@ -29,7 +29,9 @@ class Boxed(NamedTuple):
 
 def prefill_boxes(problem: PrefillProblem, plan: PrefillPlan, strides: Strides) -> Boxed:
     """Those of a prefill."""
-    columns = (plan.block_d, plan.block_d, plan.block_e, plan.block_e)
+    # Of 128 columns by roles lanes store those beyond 64, where they are few.
+    is_few = plan.roles and plan.block_e == 128 and problem.heads.head_qk > 64 and 0 < problem.heads.head_v - 64 <= 32
+    columns = (plan.block_d, plan.block_d, plan.block_e, 64 if is_few else plan.block_e)
     operands = (problem.q, problem.k, problem.v, problem.o)
     boxes = [tma_box(operand, plan.chunk, width) for operand, width in zip(operands, columns, strict=True)]
     by_pointer = takes_tokens(problem)

@@ -15,13 +15,12 @@ from lightning_attn.plan import (
     hopper_columns,
     plan_prefill,
     stages_of_roles,
+    unsegmented,
 )
 
 # Measured on an H200, 16 heads of 128: 16 x 512 tokens 52 us with 2 stages, 54 with 4; 64 x 128 70 and 87; 8 x 1024 49
 # and 47.
 SHORT = 512
-# From here on: see by_one_role.
-LONG = 24576
 # Tokens of a segment that may have programs besides, and of one that a batch is worth them for.
 LONG_SEGMENT, WORTH_MORE = 512, 2048
 
@@ -35,14 +34,14 @@ def fitted_prefill(problem: PrefillProblem, limits: DeviceLimits, suits_tma: boo
     """The plan of :func:`plan_prefill` for a problem, fitted to it. ``suits_tma``: TMA can address its tensors."""
     heads, rows, sequences = problem.heads, problem.rows, problem.sequences
     plan = plan_prefill(heads, problem.dtype, limits, suits_tma, problem.snapshots > 0)
+    if problem.ragged:
+        plan = packed_by_two(plan, heads, rows, sequences, limits, problem.snapshots > 0)
     of_rows = cdiv(rows, plan.segment) if plan.segment else 1
     if plan.segment and may_share(problem, plan.segment):
         # Of a ragged batch the least that it may have.
-        by_several = shared(plan, heads, max(sequences, of_rows) if problem.ragged else sequences * of_rows, limits)
-        if by_several.shares > 1:
-            return besides(by_several, heads, rows, sequences, limits) if takes_tokens(problem) else by_several
-    if not problem.ragged:
-        plan = by_one_role(plan, heads, problem.dtype, rows)
+        plan = shared(plan, heads, max(sequences, of_rows) if problem.ragged else sequences * of_rows, limits)
+        if plan.shares > 1:
+            return besides(plan, heads, rows, sequences, limits) if takes_tokens(problem) else plan
     # How long each of a ragged batch's is only the device knows.
     if problem.ragged:
         plan = staged_by_mean(plan, heads, rows, sequences, limits)
@@ -64,7 +63,7 @@ def staged(plan: PrefillPlan, heads: Heads, tokens: int) -> PrefillPlan:
         return plan
     columns = hopper_columns(heads)
     stages = 3 if plan.segment and columns == 64 else 2
-    return replace(plan, num_stages=stages, block_d=columns, roles=False)
+    return replace(plan, num_stages=stages, block_d=columns, block_e=64, num_warps=4, roles=False)
 
 
 def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int, limits: DeviceLimits) -> PrefillPlan:
@@ -84,17 +83,22 @@ def staged_by_mean(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int,
     return staged(plan, heads, 1) if tokens <= most * sequences else plan
 
 
-def by_one_role(plan: PrefillPlan, heads: Heads, dtype: str, tokens: int) -> PrefillPlan:
-    """A plan of :func:`plan_prefill` for sequences of ``tokens`` each, with the same results bit for bit.
+def packed_by_two(
+    plan: PrefillPlan, heads: Heads, tokens: int, sequences: int, limits: DeviceLimits, snapshots: bool = False
+) -> PrefillPlan:
+    """For packed sequences a plan of :func:`plan_prefill` whose two warpgroups follow a state of 128 columns.
 
-    Where neighbouring heads share sectors of 32 bytes long sequences are slower by roles. On an H200, 64 heads of 72,
-    16384, 32768 and 65536 tokens: 271, 619 and 1323 us, by one role 297, 591 and 1174; but in float16 290 and 410, and
-    of 80 242, 65536 tokens 945, by one 277 and 1089.
+    Where programs of 64 columns fill the device it has no segments, whose kernels would be a layer's seventh and
+    eighth. A short batch that leaves half of the SMs idle has a program for each, with the same bits, but with
+    snapshots, where it would be the seventh too. On an H100, one sequence at 64 heads of 72, us by one each and by
+    both: 3000 tokens 60 and 78, 16384 557 and 395.
     """
-    shares_sectors = heads.head_qk % 16 > 0 and heads.head_qk <= 128
-    if not plan.roles or plan.segment or not shares_sectors or dtype != "bfloat16" or tokens < LONG:
+    if not plan.roles or plan.block_e != 128:
         return plan
-    return replace(plan, block_d=hopper_columns(heads), roles=False)
+    if 4 * heads.num_heads * cdiv(heads.head_v, 64) >= 3 * limits.cores:
+        plan = unsegmented(plan)
+    is_idle = 2 * heads.num_heads * sequences <= limits.cores and tokens <= 4096
+    return replace(plan, block_e=64, num_warps=4) if is_idle and not snapshots else plan
 
 
 def apart(plan: PrefillPlan, heads: Heads, tokens: int, sequences: int) -> PrefillPlan:
@@ -162,10 +166,16 @@ def shared(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits)
     """A plan of :func:`plan_prefill` for so many segments of all sequences, with the same results bit for bit.
 
     Where they leave SMs idle, several programs share each, by roles. On an H100, us: 4 x 500 tokens, 4 heads of 64,
-    11.5, by two and four programs 9.9 and 9.4; 500 tokens, 8 heads of 72, 13.6, 10.4 and 9.7.
+    11.5, by two and four programs 9.9 and 9.4; 500 tokens, 8 heads of 72, 13.6, 10.4 and 9.7. Where two warpgroups that
+    follow a state leave half of the SMs idle, each has a program: 64 heads of 72, 3000 tokens, 55, by two programs that
+    share 62.
     """
     if not (plan.hopper and plan.segment and segments):
         return plan
+    if plan.roles and plan.block_e == 128:
+        if 2 * heads.num_heads * cdiv(heads.head_v, 128) * segments > limits.cores:
+            return plan
+        plan = replace(plan, block_e=64, num_warps=4)
     # In float32 a state of more than 128 rows is two programs'.
     of_segment = heads.num_heads * cdiv(heads.head_v, 64) * (2 if plan.bf16x6 and heads.head_qk > 128 else 1)
     shares = limits.cores // (of_segment * segments)

@@ -255,7 +255,7 @@ def _with_segments(
     own = _own_states_launch(problem, plan, sizes, strides, passed, device)
     # Small tiles: the chain of a sequence's segments is latency alone. One kernel whatever stages the others have.
     part = plan.part or segment
-    small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D), STAGES=1, PART=part)
+    small = sizes._replace(BLOCK_E=16, BLOCK_D=min(32, sizes.BLOCK_D), STAGES=1, PART=part, WARPS=4)
     grid = (cdiv(sizes.E, 16) * cdiv(sizes.D, small.BLOCK_D) * sizes.H * chains, 1, 1)
     carry_strides = Strides(initial=strides.initial, carried=strides.carried)
     carry = Launch(
@@ -320,7 +320,7 @@ def _finish_launch(problem: PrefillProblem, sizes: Sizes, strides: Strides, devi
     """What advances snapshots from whole chunks to their positions."""
     block_d = max(16, power_of_two_at_least(sizes.D))
     grid = (cdiv(sizes.E, 64) * sizes.H * problem.sequences * problem.snapshots, 1, 1)
-    sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1, IN_TURN=0)
+    sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1, IN_TURN=0, WARPS=4)
     of_tokens = DecodeStrides(k=strides.k, v=strides.v, pool=strides.final)
     rest = (problem.rows, problem.num_slots, problem.snapshots, of_tokens, sizes)
     return Launch(recurrent.finish_snapshots, grid, rest, device, num_warps=8)

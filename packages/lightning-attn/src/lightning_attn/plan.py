@@ -141,7 +141,7 @@ class PrefillPlan(Plan):
     takes a whole sequence. Otherwise programs take segments of that many tokens in parallel, after one or two smaller
     launches that make the states between them; ``part`` > 0: the first of them by a program for so many tokens, by the
     kernel for sm_90. ``hopper``: by the kernel made for sm_90, 64 columns and 4 warps, or 128
-    and 8. ``bf16x6``: a product of float32 is six of bfloat16 parts on tensor
+    and 8, by roles too. ``bf16x6``: a product of float32 is six of bfloat16 parts on tensor
     cores; otherwise FMAs, or what matrix instructions of float32 there are.
     ``dependent_launch``: by the kernel for sm_90, segments' launches start before those ahead of them have ended.
     ``chained``: by the kernel for sm_90, there is one launch, in which segments pass their states on. Measured on an
@@ -212,9 +212,9 @@ class PrefillPlan(Plan):
         if not fits_hopper(heads) or self.chunk != 64:
             return False
         if self.roles:
-            most = stages_of_roles(heads)
-            fits = (self.block_d, self.block_e, self.num_warps) == (64, 64, 4) and 2 <= self.num_stages <= most
-            return fits and not self.bf16x6
+            is_wide = (self.block_e, self.num_warps) == (128, 8) and heads.head_v > 64 and heads.head_qk <= 128
+            fits = self.block_d == 64 and (is_wide or (self.block_e, self.num_warps) == (64, 4))
+            return fits and 2 <= self.num_stages <= stages_of_roles(heads, self.block_e) and not self.bf16x6
         if self.bf16x6:
             is_exact = (self.block_d, self.block_e, self.num_warps, self.num_stages) == (64, 64, 8, 1)
             return is_exact and not (self.dependent_launch or self.chained)
@@ -265,9 +265,13 @@ def hopper_columns(heads: Heads) -> int:
     return min(128, max(64, power_of_two_at_least(heads.head_qk)))
 
 
-def stages_of_roles(heads: Heads) -> int:
+def stages_of_roles(heads: Heads, block_e: int = 64) -> int:
     """As many as shared memory has room for, beside a tile of scores and what is small."""
-    return (226 - 8) // (8 + 16 * cdiv(heads.head_qk, 64))
+    columns = cdiv(heads.head_qk, 64) * 64
+    if heads.head_qk > 64 and 0 < heads.head_qk % 64 <= 32:
+        # As width_of in kernels/hopper_ring.py.
+        columns += max(16, power_of_two_at_least(heads.head_qk % 64)) - 64
+    return (226 - 8) // (block_e // 8 + columns // 4)
 
 
 def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
@@ -280,7 +284,7 @@ def fitted(plan: PrefillPlan, heads: Heads) -> PrefillPlan:
     if fits_hopper(heads) and heads.head_qk > 128 and not plan.bf16x6:
         return replace(plan, block_d=64, block_e=64, num_warps=4, num_stages=3, chained=False, roles=True)
     if fits_hopper(heads) and heads.head_qk <= 128:
-        plan = replace(plan, block_d=hopper_columns(heads))
+        plan = replace(plan, block_d=64 if plan.roles else hopper_columns(heads))
         return plan if plan.covers(heads) else replace(plan, block_e=64, num_warps=4)
     return replace(plan, chunk=32, block_e=16, block_d=64, num_stages=1, hopper=False, roles=False, part=0)
 
@@ -327,6 +331,13 @@ def plan_prefill(
 def _plan_hopper(heads: Heads, limits: DeviceLimits) -> PrefillPlan:
     """The plan for sm_90 in 16 bits: by roles, but where the last of a head's pieces would have a few rows."""
     columns, stages, part = hopper_columns(heads), 4, 0
+    if suits_two_followers(heads, limits):
+        segment = _round_of(heads, limits, 128)
+        # On an H100, us in parts of 1024 and 2048 and whole: 64 heads of 72 266, 274 and 291, 32 175, 165 and 173.
+        of_large = 1024 if max(heads.head_qk, heads.head_v) < 96 else 2048
+        part = of_large if segment == 8192 else 2048 if segment == 4096 else 0
+        waits = limits.dependent_launch and segment > 0
+        return PrefillPlan(64, 128, segment, 8, 4, 64, hopper=True, dependent_launch=waits, roles=True, part=part)
     programs, by_roles = heads.num_heads * cdiv(heads.head_v, 64), suits_roles(heads)
     if by_roles and heads.head_qk <= 128:
         segment = _round_of(heads, limits)
@@ -366,13 +377,25 @@ def suits_roles(heads: Heads) -> bool:
     return heads.head_qk > 128 or heads.head_qk % 16 == 0 or 64 < heads.head_qk < 96
 
 
-def _round_of(heads: Heads, limits: DeviceLimits) -> int:
+def suits_two_followers(heads: Heads, limits: DeviceLimits) -> bool:
+    """Whether by roles a state of 128 columns is followed by two warpgroups, which share scores, q and k.
+
+    A second tile of few columns takes as long as the first one, and loads q and k again; but segments are half as
+    long. On an H100, 16384 tokens, us by one warpgroup and by two: 64 heads of 72 356 and 265, 32 196 and 166, 16 111
+    and 106 (65536 385 and 416), 64 of 80 353 and 296, of 104 441 and 378; of 96 289 and 310, 8 of 128 86 and 93.
+    """
+    least, most = sorted((heads.head_qk, heads.head_v))
+    is_between = least > 64 and most < 128 and (heads.head_qk % 16 > 0 or most < 96)
+    return is_between and 6 * heads.num_heads > limits.cores
+
+
+def _round_of(heads: Heads, limits: DeviceLimits, block_e: int = 64) -> int:
     """Tokens of a segment, of which those of a sequence of 16384 are about a program an SM.
 
     On an H200, 16384 tokens, us in segments of 1024, 2048, 4096 and 8192: 4 heads of 128 40, 57, 115, -; 8 -, 67, 93,
     -; 16 -, 127, 113, 228; 32 -, 256, 223, 195.
     """
-    programs = heads.num_heads * cdiv(heads.head_v, 64)
+    programs = heads.num_heads * cdiv(heads.head_v, block_e)
     if 4 * programs >= 3 * limits.cores:
         return 0
     # States then take 5 % of the bytes of q, k and v in 16 bits at most.

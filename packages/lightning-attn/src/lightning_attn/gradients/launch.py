@@ -58,7 +58,7 @@ def _in_turn(
 def _at_once(problem: BackwardProblem, groups: int, device: torch.device) -> Callable[[AttentionBackward], None]:
     """dk on a stream beside the current one, and dv, of one group of heads after the other."""
     count = problem.dv.heads.num_heads // groups
-    plan = wide_plan() if suits_wide(problem.dv.heads) else None
+    plan = wide_plan(problem.dv.heads) if suits_wide(problem.dv.heads) else None
     prefill_dk = prepare_prefill(_of_heads(problem.dk, count), plan, device, whole=True)
     prefill_dv = prepare_prefill(_of_heads(problem.dv, count), plan, device, whole=True)
 

@@ -16,17 +16,23 @@ def suits_halves(heads: Heads, dtype: str, limits: DeviceLimits) -> bool:
 
 
 def suits_wide(heads: Heads) -> bool:
-    """Whether two warpgroups share a head, which by roles would not be faster: half of the device has room for that.
+    """Whether two warpgroups share a head, of which half of the device has room for as many as there are.
 
-    On an H100, 64 heads of 72, 16384 tokens: dq, dk and dv one after the other 1067 us, dk and dv at once 882. On an
-    H200, with autograd, dk and dv by two warpgroups 1134 us, by roles 1193; of 80 1051 and 1081.
+    On an H100, 16384 tokens, us with dq, by one each and by two: 64 heads of 112 1719 and 1463, of 96 896 and 999.
     """
-    return min(heads.head_qk, heads.head_v) > 64 and (heads.head_qk < 96 or not suits_roles(heads))
+    least, most = sorted((heads.head_qk, heads.head_v))
+    return least > 64 and most < 128 and not heads.head_qk == heads.head_v == 96
 
 
-def wide_plan() -> PrefillPlan:
-    """A program for a whole sequence and head, by two warpgroups."""
-    return PrefillPlan(64, 128, 0, 8, 3, 128, hopper=True)
+def wide_plan(heads: Heads) -> PrefillPlan:
+    """A program for a whole sequence and head, by two warpgroups that follow its state, or, of 80, do all.
+
+    On an H100, 16384 tokens, us with dq, these doing all and following: 64 heads of 72 905 and 752, of 88 1141 and
+    1104, of 80 812 and 910.
+    """
+    if heads.head_qk == heads.head_v == 80:
+        return PrefillPlan(64, 128, 0, 8, 3, 128, hopper=True)
+    return PrefillPlan(64, 128, 0, 8, 4, 64, hopper=True, roles=True)
 
 
 def groups_at_once(problem: BackwardProblem, limits: DeviceLimits) -> int:

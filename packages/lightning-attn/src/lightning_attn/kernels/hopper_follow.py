@@ -249,7 +249,7 @@ def sum_up(S, own, batch, span, decays, i_h, o_d, o_e, sizes: gl.constexpr):
         for p in gl.static_range(pieces_of(sizes)):
             o_row, o_column = rows_of_piece(o_d, p, sizes), columns_of_piece(o_e, p, sizes)
             b_own = gl.zeros([BLOCK_E, width_of(sizes, p)], gl.float32, piece_layout(sizes, p))
-            for i_part in gl.static_range(PARTS):
+            for i_part in range(PARTS):
                 # From one on that is not in reach, parts have not been made.
                 if i_part * sizes.PART < made:
                     b_own += load_tile(own, i_own + i_part, i_h, o_row, o_column, sizes)

@@ -13,6 +13,8 @@ A state of up to 256 rows stays in the registers of one warpgroup, in pieces of 
 through shared memory, whose traffic would bound the kernel. Scores are ahead of the states, which alone depend on one
 another. A chunk's outputs are stored from where its values were.
 
+Of 128 columns two warpgroups follow a state, of 64 each, and share a chunk's scores, q and k.
+
 Several programs may share a segment: each follows the state from where the segment begins, with the same bits, and
 makes outputs of its own chunks.
 """
@@ -50,6 +52,8 @@ from lightning_attn.kernels.schedule import (
     shares_of,
     slot_of,
 )
+
+WARPS_OF_SCORES = gl.constexpr(4)
 
 
 @gluon.constexpr_function
@@ -163,7 +167,7 @@ def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
     CHUNK: gl.constexpr = sizes.CHUNK
     STAGES: gl.constexpr = sizes.STAGES
     PIECES: gl.constexpr = pieces_of(sizes)
-    L_SCORES: gl.constexpr = scores_registers(CHUNK, sizes.WARPS)
+    L_SCORES: gl.constexpr = scores_registers(CHUNK, WARPS_OF_SCORES)
     dtype: gl.constexpr = tiles.scores.dtype
     FP16: gl.constexpr = dtype == gl.float16
     rate = base_two_rate(decays.p_slopes, work.i_h)
@@ -192,8 +196,9 @@ def score(stages, tiles, work, decays, short, rest, sizes: gl.constexpr):
         if i == short:
             mbarrier.wait(stages.full_v.index(stage), phase)
             for p in gl.static_range(PIECES):
-                zero_after(factor_of(stages.k, stage, p, sizes), rest, CHUNK, width_of(sizes, p), sizes.WARPS)
-            zero_after(stages.v.index(stage).reshape([CHUNK, sizes.BLOCK_E]), rest, CHUNK, sizes.BLOCK_E, sizes.WARPS)
+                zero_after(factor_of(stages.k, stage, p, sizes), rest, CHUNK, width_of(sizes, p), WARPS_OF_SCORES)
+            v_tile = stages.v.index(stage).reshape([CHUNK, sizes.BLOCK_E])
+            zero_after(v_tile, rest, CHUNK, sizes.BLOCK_E, WARPS_OF_SCORES)
             fence_async_shared()
             tl.debug_barrier()
         b_scores = b_zero
@@ -342,6 +347,7 @@ def prefill(
     decays = Decays(p_slopes, scale)
     of_head = HeadRows(q, k, v, o)
     # Registers of a thread: an SM has 65536. What these leave, the first has.
+    OF_SCORES: gl.constexpr = 208 if sizes.WARPS == 4 else 104
     if is_copied(sizes):
         gl.warp_specialize([
             (follow, (tensors, stages, tiles, of_head, work, span, batch, pools, snapshots, decays, sizes,
@@ -349,11 +355,11 @@ def prefill(
             (score, (stages, tiles, work, decays, short, rest, sizes)),
             (load, (tensors, stages, work, stride, sizes)),
             (load_last, ((p_q, p_k), (strides.q, strides.k), i_first, last, stages, work, stride, sizes)),
-        ], [4, 1, 1], [208, 40, 40])  # fmt: skip
+        ], [WARPS_OF_SCORES, 1, 1], [OF_SCORES, 40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (follow, (tensors, stages, tiles, of_head, work, span, batch, pools, snapshots, decays, sizes,
                       p_v is not None)),
             (score, (stages, tiles, work, decays, short, rest, sizes)),
             (load, (tensors, stages, work, stride, sizes)),
-        ], [4, 1], [208, 40])  # fmt: skip
+        ], [WARPS_OF_SCORES, 1], [OF_SCORES, 40])  # fmt: skip

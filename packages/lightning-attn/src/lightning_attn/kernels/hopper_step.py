@@ -51,6 +51,17 @@ def out_layout(sizes):
 
 
 @gluon.constexpr_function
+def columns_by_lanes(sizes):
+    """Columns of outputs that lanes store, beside 64 that TMA does, where one program has both by roles: 16 or 32.
+
+    TMA takes as long for a row of 16 bytes as for one of 128.
+    """
+    rest = sizes.E - 64
+    is_few = sizes.BLOCK_E == 128 and sizes.BLOCK_D == 64 and sizes.D > 64 and 0 < rest <= 32
+    return (16 if rest <= 16 else 32) if is_few else 0
+
+
+@gluon.constexpr_function
 def scores_registers(CHUNK, WARPS):
     """Registers of scores [keys, queries], accumulators. Of two warpgroups each has all rows of half the columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, CHUNK * 4 // WARPS, 16])
@@ -165,7 +176,18 @@ def store_tile_of_outputs(d_o, o_tile, o, work, chunk, b_o, sizes: gl.constexpr,
     else:
         fence_async_shared()
         tl.debug_barrier()
-        tma.async_copy_shared_to_global(d_o, [work.i_box, work.i_h, chunk.row, work.column], o_tile)
+        REST: gl.constexpr = columns_by_lanes(sizes)
+        if REST:
+            o_first = o_tile.slice(0, 64, dim=3)
+            tma.async_copy_shared_to_global(d_o, [work.i_box, work.i_h, chunk.row, work.column], o_first)
+            lanes: gl.constexpr = gl.BlockedLayout([1, 2], [64 // REST, REST // 2], [sizes.WARPS, 1], [1, 0])
+            o_row = gl.arange(0, CHUNK, gl.SliceLayout(1, lanes))
+            o_e = 64 + gl.arange(0, REST, gl.SliceLayout(0, lanes))
+            b_rest = o_tile.reshape([CHUNK, BLOCK_E]).slice(64, REST, dim=1).load(lanes)
+            p_tile = o.p + (chunk.row + o_row)[:, None].to(gl.int64) * o.stride + o_e[None, :] * o.element
+            gl.store(p_tile, b_rest, mask=o_e[None, :] < sizes.E)
+        else:
+            tma.async_copy_shared_to_global(d_o, [work.i_box, work.i_h, chunk.row, work.column], o_tile)
 
 
 @gluon.jit

@@ -201,6 +201,8 @@ def all_specs(target: str) -> Iterator[KernelSpec]:
     yield from recurrent("head sizes of 256", WIDE, 16, wide_decoding, "verify")
     if limits.hopper:
         yield from states("for sm_90", MINIMAX, torch.bfloat16, keeps=False, in_lanes=True)
+        yield next(states("for sm_90, larger heads", WIDE, torch.bfloat16, keeps=False, in_lanes=True))
+        yield next(states("for sm_90, lanes in float32", MINIMAX, torch.float32, keeps=False, in_lanes=True))
         tokens = replace(decoding, hopper=True)
         yield from recurrent("for sm_90, head sizes of 256", WIDE, 16, replace(tokens, block_e=32), "verify")
         yield from recurrent("for sm_90", MINIMAX, 4, tokens, "verify", "decode")
@@ -285,7 +287,7 @@ def test_prefill_in_bfloat16_multiplies_on_tensor_cores(reports: list[Report]) -
         assert any(opcode.startswith(("HMMA", "HGMMA", "v_mfma")) for opcode in report.opcodes), report
     states = {(report.spec, report.target): report for report in reports if report.spec.endswith("states 0")}
     # Those in lanes are for sm_90 alone.
-    assert len(states) == 2 * len(TARGETS) + ("sm_90" in TARGETS)
+    assert len(states) == 2 * len(TARGETS) + 3 * ("sm_90" in TARGETS)
     assert all(report.uses_tensor_cores for report in states.values())
 
 

@@ -75,7 +75,7 @@ def add_lane(stages, work, states, slot, p_slopes, scale, rest, away, sizes: gl.
         S = zero_state(sizes)
         b_entering = entering(rate, o_k, CHUNK, 1.0, REVERSED)
         if rest > 0:
-            b_v = short_values(stages, rest, entering(rate, o_k, rest, 1.0, REVERSED), sizes)
+            b_v = short_values(stages, 0, rest, entering(rate, o_k, rest, 1.0, REVERSED), sizes)
         else:
             b_v = values_of(stages.v, stages.full, 0, True, b_entering, sizes)
         decay = decay_over(rate, lost, gl.to_tensor(CHUNK))

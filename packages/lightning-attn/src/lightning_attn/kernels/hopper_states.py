@@ -88,16 +88,17 @@ def values_of(v_tiles, full, i, is_there, b_entering, sizes: gl.constexpr):
 
 
 @gluon.jit
-def short_values(stages, length, b_entering, sizes: gl.constexpr):
-    """Those of the first chunk, of ``length`` rows: others are zeroed, of keys too."""
+def short_values(stages, i, length, b_entering, sizes: gl.constexpr):
+    """Those of chunk i, of ``length`` rows: others are zeroed, of keys too."""
     CHUNK: gl.constexpr = sizes.CHUNK
-    mbarrier.wait(stages.full.index(0), 0)
+    stage = i % sizes.STAGES
+    mbarrier.wait(stages.full.index(stage), (i // sizes.STAGES) & 1)
     for p in gl.static_range(pieces_of(sizes)):
-        zero_after(tile_of(stages.k[p], 0, sizes), length, CHUNK, sizes.BLOCK_D, sizes.WARPS)
-    zero_after(stages.v.index(0).reshape([CHUNK, sizes.BLOCK_E]), length, CHUNK, sizes.BLOCK_E, sizes.WARPS)
+        zero_after(tile_of(stages.k[p], stage, sizes), length, CHUNK, sizes.BLOCK_D, sizes.WARPS)
+    zero_after(stages.v.index(stage).reshape([CHUNK, sizes.BLOCK_E]), length, CHUNK, sizes.BLOCK_E, sizes.WARPS)
     fence_async_shared()
     tl.debug_barrier()
-    return values_of(stages.v, stages.full, 0, True, b_entering, sizes)
+    return values_of(stages.v, stages.full, i, True, b_entering, sizes)
 
 
 @gluon.jit
@@ -139,7 +140,7 @@ def add_up(stages, work, carried, i_state, p_slopes, scale, rest, away, sizes: g
         # Of the first chunk, which there is no state before to decay.
         if REVERSED:
             if rest > 0:
-                b_v = short_values(stages, rest, entering(rate, o_k, rest, of_keys, REVERSED), sizes)
+                b_v = short_values(stages, 0, rest, entering(rate, o_k, rest, of_keys, REVERSED), sizes)
             else:
                 b_v = values_of(stages.v, stages.full, 0, True, b_entering, sizes)
         else:

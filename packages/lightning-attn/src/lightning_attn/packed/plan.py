@@ -60,9 +60,11 @@ class StatePlan(Plan):
     def covers(self, heads: Heads) -> bool:
         """Whether its blocks are such that a kernel can take them; any heads will do, but for those of sm_90."""
         if self.lanes:
-            is_tiled = (self.chunk, self.block_d, self.block_e, self.num_warps) == (64, 64, 64, 4)
-            fits = fits_hopper(heads) and 1 <= self.num_stages <= most_stages(heads) and not self.bf16x6
-            return is_tiled and fits and self.lanes > 0 and self.segment > 0 and self.segment % self.chunk == 0
+            fits = fits_hopper(heads) and self.lanes > 0 and self.segment > 0 and self.segment % self.chunk == 0
+            tiles = (self.chunk, self.block_d, self.block_e, self.num_warps)
+            if self.bf16x6:
+                return fits and tiles == (64, 64, 64, 8) and self.num_stages == 1
+            return fits and tiles == (64, 64, 64, 4) and 1 <= self.num_stages <= most_stages(heads)
         if not is_power_of_two(self.chunk, self.block_d, self.block_e, self.num_warps):
             return False
         blocks = min(self.chunk, self.block_d, self.block_e)
@@ -83,7 +85,10 @@ def plan_state(
     ``suits_tma``: as ``StateProblem.suits_tma`` says, and aligned. ``forgets``: what heads have is left out.
     """
     longest = power_of_two_at_least(max(16, heads.head_qk, heads.head_v))
-    if suits_tma and forgets and limits.hopper and fits_hopper(heads):
+    is_by_lanes = forgets and limits.hopper and fits_hopper(heads)
+    if is_by_lanes and is_float32 and limits.bf16:
+        return StatePlan(64, 64, 64, 512, 8, 1, True, 8, limits.dependent_launch)
+    if is_by_lanes and suits_tma:
         # On an H200, 64 heads that remember up to 6144 tokens: of 128 24.9 us, by 512 tokens 29.1, by 768 26.3, by 2048
         # 27.4; of 64 14.4, by 512 15.1; of 256 61.3, by 4096 57.0, but 16 heads and four sequences 68.9 and 72.2.
         segment = max(1024, 8 * longest)

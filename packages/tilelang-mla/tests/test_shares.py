@@ -22,12 +22,16 @@ H200 = DeviceLimits(132)
 
 
 class Piece(NamedTuple):
-    """What a share has of a sequence: blocks of its keys from ``first`` to before ``last``."""
+    """What a share has of a sequence: blocks of its keys from ``first`` to before ``last``.
+
+    place: of its partial result.
+    """
 
     share: int
     sequence: int
     first: int
     last: int
+    place: int
 
 
 def line_of(lengths: Sequence[int], shares: int, rows: int) -> tuple[int, list[Piece]]:
@@ -39,29 +43,66 @@ def line_of(lengths: Sequence[int], shares: int, rows: int) -> tuple[int, list[P
     turns, merging = cdiv(len(lengths), shares), min(cdiv(total, size), shares) * rows // 1024
     idle = size * (merging if rows <= 64 else 1) // 32
     alike, near = len(set(extents)) == 1, max(extents) <= size + size // 2 + 10
-    sortable = merging >= 2 and 1 < turns <= 8 and len(lengths) <= (384 if merging >= 4 else 256)
+    sortable = merging >= 2 and 1 < turns <= 8 and len(lengths) <= (768 if merging >= 4 else 256)
+    most = size + merging + merging // 2 - 2 + idle
     limit = size + 2 + 2 * alike + (merging + 1 - alike) // 2 + idle
+    # One long one, or some, among many short ones.
+    beside = 32 <= len(lengths) <= 768 and 32 <= rows <= 64 and max(extents) <= 2**14 and size >= 8
+    beside = beside and 4 * (total - max(extents)) <= 3 * (len(lengths) - 1) * size
+    found = None
     if near and turns * max(extents) <= limit and (alike or not sortable):
         size, extents = turns * max(extents), [max(extents)] * len(extents)
-    elif near and sortable:
-        # The longest first, by turns, there and back.
-        order = sorted(range(len(lengths)), key=lambda b: -extents[b])
-        by_turns = [order[turn * shares : (turn + 1) * shares] for turn in range(turns)]
-        share_of = {}
-        for turn, taken in enumerate(by_turns):
-            share_of |= {b: shares - 1 - i if turn % 2 else i for i, b in enumerate(taken)}
-        sizes = [sum(extents[b] for b in share_of if share_of[b] == share) for share in range(shares)]
-        if max(sizes) <= size + merging + merging // 2 - 2 + idle:
-            return max(sizes), [Piece(share_of[b], b, 0, n) for b, n in enumerate(blocks)]
+    elif near and sortable and max(extents) <= most:
+        found = by_length(extents, shares, size, most, True)
+    elif not near and beside:
+        found = by_length(extents, shares, size, size + size // 2 + 2, False)
+    if found is not None:
+        size, taken, long, whole = found
+        pieces = [Piece(share, b, 0, blocks[b], b + share) for share, b in taken]
+        return size, pieces + cut_line(long, whole, blocks, extents, size)
+    return size, cut_line(range(len(lengths)), 0, blocks, extents, size)
+
+
+def by_length(
+    extents: Sequence[int], shares: int, size: int, most: int, near: bool
+) -> tuple[int, list[tuple[int, int]], list[int], int] | None:
+    """Whole sequences by turns, the longest first, as (share, sequence); and long ones, which other shares cut."""
+    top = max(extents) if near else size + OVERHEAD
+    steps = 64 if len(extents) <= 384 else 32
+    step = [extent * (steps - 2) // top if extent <= top else steps - 1 for extent in extents]
+    order = sorted(range(len(extents)), key=lambda b: -step[b])
+    long = step.count(steps - 1)
+    if long > 8:
+        return None
+    whole, end = shares, sum(extents[b] for b in order[:long])
+    if not near:
+        whole = min(cdiv(sum(extents) - end, size + 1), shares - 1)
+        size = cdiv(end, max(shares - whole, 1))
+        whole = shares - cdiv(end, max(size, 1))
+    if whole < 1 or len(extents) - long > 8 * whole:
+        return None
+    taken = []
+    for turn in range(cdiv(len(extents) - long, whole)):
+        own = order[long + turn * whole : long + (turn + 1) * whole]
+        taken += [(whole - 1 - i if turn % 2 else i, b) for i, b in enumerate(own)]
+    loads = [0] * whole
+    for share, b in taken:
+        loads[share] += extents[b]
+    return None if max(loads) > most else (size, taken, order[:long], whole)
+
+
+def cut_line(
+    which: Sequence[int], before: int, blocks: Sequence[int], extents: Sequence[int], size: int
+) -> list[Piece]:
+    """Sequences one after the other on a line, of which each share behind the first ``before`` has a piece."""
     pieces, low = [], 0
-    for b, extent in enumerate(extents):
-        begin, end = low + OVERHEAD, low + extent
+    for b in which:
+        begin, end = low + OVERHEAD, low + extents[b]
         for share in range(begin // size, (end - 1) // size + 1):
-            pieces.append(
-                Piece(share, b, max(0, share * size - begin), min(blocks[b], (share + 1) * size - begin, end - begin))
-            )
-        low += extent
-    return size, pieces
+            last = min(blocks[b], (share + 1) * size - begin, end - begin)
+            pieces.append(Piece(before + share, b, max(0, share * size - begin), last, b + share))
+        low += extents[b]
+    return pieces
 
 
 def lengths_of(kind: str, batch: int, longest: int = 8192) -> list[int]:
@@ -134,6 +175,11 @@ CUTS: dict[str, tuple[list[int], int, int]] = {
     "by length": ([(37 * i) % 700 for i in range(64)], 64, 32),
     "by length, four tiles of rows": ([(37 * i) % 300 for i in range(18)], 200, 17),
     "by length, if one were not too long": ([*((37 * i) % 300 for i in range(17)), 900], 200, 17),
+    "one is cut, others by length": ([*((37 * i) % 300 for i in range(40)), 9000, 130], 64, 17),
+    "three are cut, others by length": ([6000, *((37 * i) % 300 for i in range(60)), 5000, 9000], 40, 22),
+    "too many are long": ([*((37 * i) % 300 for i in range(500)), *(7000 + i for i in range(9))], 64, 60),
+    "by length, in two rounds": ([(37 * i) % 900 for i in range(400)], 260, 52),
+    "by length, in steps of many blocks": ([(997 * i) % 16000 for i in range(60)], 200, 10),
     "nothing": ([0, 0, 0], 1, 5),
     "two tiles of rows": ([500, 64, 3, 700], 70, 4),
     "many rows to merge": ([640] * 3, 128, 30),
@@ -146,7 +192,7 @@ def test_programs_cut_a_batch_where_the_rule_says_and_take_each_key_once(lengths
     _, pieces = line_of(lengths, shares, heads)
     for b, (first, count) in enumerate(told):
         own = [piece for piece in pieces if piece.sequence == b]
-        assert (first, count) == (b + own[0].share, len(own))
+        assert (first, count) == (own[0].place, len(own))
 
 
 def test_lengths_that_cannot_be_are_no_keys_of_a_share() -> None:
@@ -226,7 +272,7 @@ def test_shares_are_even_whatever_the_lengths(batch, heads) -> None:
 def test_partial_results_have_slots_of_their_own() -> None:
     for kind, batch, shares in itertools.product(KINDS, (1, 2, 7, 150), (1, 2, 9, 132)):
         _, pieces = line_of(lengths_of(kind, batch), shares, 16)
-        places = [piece.sequence + piece.share for piece in pieces]
+        places = [piece.place for piece in pieces]
         assert len(places) == len(set(places))
         assert max(places) < batch + shares - 1
         for b, n in enumerate(lengths_of(kind, batch)):

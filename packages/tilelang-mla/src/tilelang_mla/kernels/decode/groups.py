@@ -232,8 +232,7 @@ class Memory(NamedTuple):
     """Shared memory: q and rings of key blocks, as left and right half of the latent and rope; what roles exchange.
 
     raw: what comes from a cache of 8 bits, before it is widened. valid: whether the keys of a stage are any, of lists.
-    sizes, by_size: where programs look for them, how long sequences are, and then in its place which they are, the
-    longest first.
+    counts: of sequences by their lengths, where programs sort them.
     """
 
     q_l: Any
@@ -251,8 +250,7 @@ class Memory(NamedTuple):
     share: Any
     raw: Any = None
     valid: Any = None
-    sizes: Any = None
-    by_size: Any = None
+    counts: Any = None
 
 
 class Barriers(NamedTuple):

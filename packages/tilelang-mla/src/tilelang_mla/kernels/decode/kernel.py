@@ -20,6 +20,7 @@ TileLang's language, handed in, so that tests may hand in one for machines witho
 from typing import Any
 
 from tilelang_mla.kernels.common import GROUP, macro
+from tilelang_mla.kernels.decode.by_length import COUNTS
 from tilelang_mla.kernels.decode.groups import (
     LONG_FIRST,
     SHARED,
@@ -36,7 +37,7 @@ from tilelang_mla.kernels.decode.groups import (
 from tilelang_mla.kernels.decode.keys import options_of
 from tilelang_mla.kernels.decode.roles import produce, score, value
 from tilelang_mla.kernels.decode.serial import attend_serially
-from tilelang_mla.kernels.decode.shares import MOST_SORTED, find_share, take_long_first
+from tilelang_mla.kernels.decode.shares import find_share, take_long_first
 from tilelang_mla.kernels.decode.widen import Raw, alloc_raw
 from tilelang_mla.kernels.softmax import COLUMNS, Softmax, owner_of_sum
 
@@ -117,10 +118,8 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
         memory = memory._replace(valid=T.alloc_shared((S.num_stages, S.block_n), T.uint8))
     if S.ahead:
         # TileLang lays small buffers by their names between large ones: here this one fits.
-        sizes = T.alloc_shared((MOST_SORTED,), T.int16)
-        memory = memory._replace(sizes=sizes, by_size=sizes)
-        if serial:
-            memory = memory._replace(by_size=T.alloc_shared((MOST_SORTED,), T.int16))
+        sizes = T.alloc_shared((COUNTS,), T.int32)
+        memory = memory._replace(counts=sizes)
     s = Softmax(*alloc_softmax(T, S))
     if not serial:
         T.annotate_layout({s.partial_sum: T.Fragment((S.rows, COLUMNS), forward_fn=owner_of_sum)})

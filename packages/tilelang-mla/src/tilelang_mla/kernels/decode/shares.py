@@ -10,11 +10,34 @@ sequences, which are whole, programs may only look which are long.
 from typing import Any
 
 from tilelang_mla.kernels.common import macro
-from tilelang_mla.kernels.decode.groups import MOST_TURNS, SHARED, TAKEN, write_work
-from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, capacity_of, length_of, place_of, places_taken
+from tilelang_mla.kernels.decode.by_length import MOST_SORTED, TURNS_SORTED, take_by_length, turns_by_length
+from tilelang_mla.kernels.decode.extents import (
+    CUTS,
+    END,
+    FIRST,
+    LAST,
+    LEAST,
+    LIMIT,
+    LISTED,
+    LONGEST,
+    LOW,
+    MOST,
+    MOST_EXTENT,
+    NUMBER,
+    SIZE,
+    SUMS,
+    TILE,
+    TOGETHER,
+    TOP,
+    TURNS,
+    extent_of,
+    overhead_of,
+)
+from tilelang_mla.kernels.decode.groups import SHARED, TAKEN, write_work
+from tilelang_mla.kernels.decode.schedule import OF_PRODUCER, length_of, place_of, places_taken
 
-# Threads that add up lengths, at most, and how many of their sums one adds up.
-_LANES, _TOGETHER = 64, 8
+# Threads that add up lengths, at most.
+_LANES = 64
 # Positions on the line stay below 2^31: a sequence that is longer than its part of so many counts as that.
 _LINE = 2**30
 # Rows of partial results that are written and read again by all programs together in the time of a block.
@@ -22,45 +45,13 @@ _MERGED_ROWS = 1024
 # What cutting takes beside merging, in blocks, of sequences of one length two more; which part of a share programs may
 # be idle for a block of merging; and how much longer than a share and a half none may be that is left whole.
 _CUTTING, _IDLE, _FAR = 2, 32, 10
-# Sequences that programs sort by their lengths, at most, and turns that they take them in; the longest that counts.
-MOST_SORTED, _MOST_TURNS, _MOST_EXTENT = 384, 8, 2**14
-# What is known of a program's share: its first and last sequence, where the first begins on the line, and its size; the
-# most blocks that a sequence counts for; the number of the share, and of its tile of rows; the least blocks that one
-# counts for; how long shares of whole sequences may be, 0 of cut ones, and which such a share has.
-_FIRST, _LAST, _LOW, _SIZE, _MOST, _NUMBER, _TILE, _LEAST, _LIMIT, _TURNS = range(TAKEN + 3)
-# Beside it, where programs share a batch or take few turns: sums of eight lanes, and the longest sequences of theirs.
-_SUMS, _LONGEST = TAKEN + MOST_TURNS - 2 * _TOGETHER, TAKEN + MOST_TURNS - _TOGETHER
+# Sequences, rows and blocks of a share, at least, of which few long ones are cut and the others whole.
+_FEWEST, _CUT_ROWS, _FEWEST_BLOCKS = 32, 32, 8
 
 
 def lanes_of(S: Any) -> int:
     """Threads that add up lengths: their sums lie where rows of a block's keys are told of later."""
     return min(_LANES, S.block_n)
-
-
-def overhead_of(S: Any) -> int:
-    """What a sequence costs beside its blocks, in blocks: its beginning and end.
-
-    With two for one short ones beside 100,000 keys take 0.86 to 0.95 of the time at 64 rows and more (H200); others
-    were not timed.
-    """
-    return 2 if S.ahead else 1
-
-
-@macro
-def extent_of(T, S, inputs, i_b, most, least):
-    """A sequence's keys, none if their number cannot be; their blocks; and how long it is on the line.
-
-    most, least: blocks that it counts for there. Who has no keys has a part too, which writes zeros.
-    """
-    capacity = capacity_of(T, inputs)
-    length = T.alloc_var(T.int32, init=length_of(T, inputs, i_b))
-    if length < 0 or T.cast(length, T.int64) > capacity:
-        length = 0
-    blocks = T.alloc_var(T.int32, init=T.truncdiv(length, S.block_n))
-    if length > blocks * S.block_n:
-        blocks = blocks + 1
-    extent = T.alloc_var(T.int32, init=T.max(T.min(blocks, most), least) + overhead_of(S))
-    return length, blocks, extent
 
 
 @macro
@@ -72,108 +63,15 @@ def find_share(T, S, launch, inputs, memory, thread, serial):
     for lane in T.serial(lanes if serial else 1):
         add_lengths(T, S, inputs, memory, most, each, lane if serial else thread)
     T.sync_threads()
-    for lane in T.serial(lanes // _TOGETHER if serial else 1):
+    for lane in T.serial(lanes // TOGETHER if serial else 1):
         add_sums(T, S, memory, lane if serial else thread)
     T.sync_threads()
     for lane in T.serial(lanes if serial else 1):
         look_for_share(T, S, launch, inputs, memory, most, each, lane if serial else thread)
     T.sync_threads()
     if S.ahead:
-        if memory.share[_LIMIT] > 0:
+        if memory.share[LIMIT] > 0:
             take_by_length(T, S, launch, inputs, memory, thread, serial)
-
-
-@macro
-def take_by_length(T, S, launch, inputs, memory, thread, serial):
-    """Whole sequences by turns in snake order, the longest first, if no share of them is longer than the limit."""
-    batch = inputs.block_table.shape[0]
-    shares = T.alloc_var(T.int32, init=T.truncdiv(launch.num_programs, launch.row_tiles))
-    for i in T.serial(batch if serial else 1):
-        note_extent(T, S, inputs, memory, i if serial else thread)
-    T.sync_threads()
-    if serial:
-        for i in T.serial(batch):
-            place_of_all = place_by_length(T, memory, batch, i)
-            memory.by_size[place_of_all] = T.cast(i, T.int16)
-    else:
-        place = T.alloc_var(T.int32, init=0)
-        if thread < batch:
-            own_place = place_by_length(T, memory, batch, thread)
-            place = own_place
-        T.sync_threads()
-        if thread < batch:
-            memory.by_size[place] = T.cast(thread, T.int16)
-    T.sync_threads()
-    for i in T.serial(shares if serial else 1):
-        weigh_turns(T, S, inputs, memory, shares, i if serial else thread)
-    T.sync_threads()
-    for i in T.serial(_MOST_TURNS if serial else 1):
-        note_turn(T, inputs, memory, shares, i if serial else thread)
-    T.sync_threads()
-
-
-@macro
-def note_extent(T, S, inputs, memory, i_b):
-    if i_b < inputs.block_table.shape[0]:
-        length, blocks, extent = extent_of(T, S, inputs, i_b, _MOST_EXTENT, 1)
-        memory.sizes[i_b] = T.cast(extent, T.int16)
-
-
-@macro
-def place_by_length(T, memory, batch, i_b):
-    """How many sequences come before one: longer ones, and of those as long as it is those of lower numbers."""
-    place = T.alloc_var(T.int32, init=0)
-    own = T.alloc_var(T.int32, init=T.cast(memory.sizes[i_b], T.int32))
-    for i in T.unroll(i_b, unroll_factor=8):
-        if T.cast(memory.sizes[i], T.int32) >= own:
-            place = place + 1
-    for i in T.unroll(batch - i_b - 1, unroll_factor=8):
-        if T.cast(memory.sizes[i_b + 1 + i], T.int32) > own:
-            place = place + 1
-    return place
-
-
-def place_of_turn(T: Any, shares: Any, number: Any, turn: Any) -> Any:
-    """Snake order, as programs take the parts of a plan."""
-    return turn * shares + T.if_then_else(turn % 2 == 0, number, shares - 1 - number)
-
-
-@macro
-def weigh_turns(T, S, inputs, memory, shares, number):
-    """How long a share of whole sequences is: sequences are cut if one is too long."""
-    batch = inputs.block_table.shape[0]
-    if number < shares:
-        size = T.alloc_var(T.int32, init=0)
-        for turn in T.unroll(T.truncdiv(batch + shares - 1, shares), unroll_factor=1):
-            place = T.alloc_var(T.int32, init=place_of_turn(T, shares, number, turn))
-            if place < batch:
-                i_b = T.alloc_var(T.int32, init=T.cast(memory.by_size[place], T.int32))
-                length, blocks, extent = extent_of(T, S, inputs, i_b, _MOST_EXTENT, 1)
-                size = size + extent
-        # Whoever finds so writes the same, and who reads that finds so too.
-        if size > memory.share[_LIMIT]:
-            memory.share[_LIMIT] = 0
-
-
-@macro
-def note_turn(T, inputs, memory, shares, turn):
-    batch = inputs.block_table.shape[0]
-    if turn < _MOST_TURNS:
-        number = T.alloc_var(T.int32, init=memory.share[_NUMBER])
-        place = T.alloc_var(T.int32, init=place_of_turn(T, shares, number, turn))
-        if place < batch:
-            memory.share[_TURNS + turn] = T.cast(memory.by_size[place], T.int32)
-
-
-@macro
-def turns_by_length(T, launch, inputs, memory):
-    """How many whole sequences a share has."""
-    batch = inputs.block_table.shape[0]
-    shares = T.alloc_var(T.int32, init=T.truncdiv(launch.num_programs, launch.row_tiles))
-    turns = T.alloc_var(T.int32, init=T.truncdiv(batch, shares))
-    if place_of_turn(T, shares, memory.share[_NUMBER], turns) < batch:
-        turns = turns + 1
-    return turns
 
 
 @macro
@@ -196,23 +94,23 @@ def add_lengths(T, S, inputs, memory, most, each, lane):
 
 @macro
 def add_sums(T, S, memory, lane):
-    if lane < lanes_of(S) // _TOGETHER:
+    if lane < lanes_of(S) // TOGETHER:
         together = T.alloc_var(T.int32, init=0)
         if S.ahead:
             longest = T.alloc_var(T.int32, init=0)
-        for i in T.serial(_TOGETHER):
-            together = together + memory.at_page[0, lane * _TOGETHER + i]
+        for i in T.serial(TOGETHER):
+            together = together + memory.at_page[0, lane * TOGETHER + i]
             if S.ahead:
-                longest = T.max(longest, memory.at_row[0, lane * _TOGETHER + i])
+                longest = T.max(longest, memory.at_row[0, lane * TOGETHER + i])
         if S.ahead:
-            memory.share[_SUMS + lane] = together
-            memory.share[_LONGEST + lane] = longest
+            memory.share[SUMS + lane] = together
+            memory.share[LONGEST + lane] = longest
         else:
             memory.at_row[0, lane] = together
     if lane == 0:
         # Of a program behind the end of the line.
-        memory.share[_FIRST] = 0
-        memory.share[_LAST] = -1
+        memory.share[FIRST] = 0
+        memory.share[LAST] = -1
 
 
 @macro
@@ -225,28 +123,34 @@ def look_for_share(T, S, launch, inputs, memory, most, each, lane):
         size = size_of_share(T, S, launch, inputs, most, total)
         if S.ahead:
             line = (size, total, before)
-            size, least, total, own, own_low, limit = leave_whole(T, S, launch, inputs, memory, each, lane, line)
+            size, least, total, own, own_low, limit, cuts, top = leave_whole(
+                T, S, launch, inputs, memory, each, lane, line
+            )
             low = own_low
         number = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, launch.row_tiles))
         begin = T.alloc_var(T.int32, init=number * size)
         last = T.alloc_var(T.int32, init=T.min(begin + size, total) - 1)
         if lane == 0:
-            memory.share[_SIZE] = size
-            memory.share[_MOST] = most
-            memory.share[_NUMBER] = number
-            memory.share[_TILE] = launch.i_program - number * launch.row_tiles
+            memory.share[SIZE] = size
+            memory.share[MOST] = most
+            memory.share[NUMBER] = number
+            memory.share[TILE] = launch.i_program - number * launch.row_tiles
             if S.ahead:
-                memory.share[_LEAST] = least
-                memory.share[_LIMIT] = limit
+                memory.share[LEAST] = least
+                memory.share[LIMIT] = limit
+                memory.share[CUTS] = cuts
+                memory.share[TOP] = top
+                memory.share[END] = total
+                memory.share[LISTED] = 0
         if low <= last and begin < low + (own if S.ahead else memory.at_page[0, lane]):
             # Not unrolled: what runs once takes the time of its instructions' way from memory.
             for i in T.unroll(T.min(each, batch - lane * each), unroll_factor=1):
                 length, blocks, extent = extent_of(T, S, inputs, lane * each + i, most, least if S.ahead else 1)
                 if low <= begin and begin < low + extent:
-                    memory.share[_FIRST] = lane * each + i
-                    memory.share[_LOW] = low
+                    memory.share[FIRST] = lane * each + i
+                    memory.share[LOW] = low
                 if low <= last and last < low + extent:
-                    memory.share[_LAST] = lane * each + i
+                    memory.share[LAST] = lane * each + i
                 low = low + extent
 
 
@@ -258,7 +162,7 @@ def take_long_first(T, S, launch, inputs, memory, thread, serial):
     for lane in T.serial(lanes if serial else 1):
         count_long(T, S, inputs, memory, each, lane if serial else thread)
     T.sync_threads()
-    for lane in T.serial(lanes // _TOGETHER if serial else 1):
+    for lane in T.serial(lanes // TOGETHER if serial else 1):
         add_sums(T, S, memory, lane if serial else thread)
     T.sync_threads()
     for lane in T.serial(lanes if serial else 1):
@@ -308,7 +212,7 @@ def look_for_turns(T, S, launch, inputs, memory, each, lane):
 
 def sum_of(S: Any, memory: Any, i: Any) -> Any:
     """The sum of eight lanes."""
-    return memory.share[_SUMS + i] if S.ahead else memory.at_row[0, i]
+    return memory.share[SUMS + i] if S.ahead else memory.at_row[0, i]
 
 
 @macro
@@ -316,12 +220,12 @@ def sums_before(T, S, memory, lane):
     """The sum of all lanes, and of those before one."""
     total = T.alloc_var(T.int32, init=0)
     low = T.alloc_var(T.int32, init=0)
-    for i in T.serial(lanes_of(S) // _TOGETHER):
-        if i < T.truncdiv(lane, _TOGETHER):
+    for i in T.serial(lanes_of(S) // TOGETHER):
+        if i < T.truncdiv(lane, TOGETHER):
             low = low + sum_of(S, memory, i)
         total = total + sum_of(S, memory, i)
-    for i in T.unroll(T.truncmod(lane, _TOGETHER), unroll_factor=1):
-        low = low + memory.at_page[0, T.truncdiv(lane, _TOGETHER) * _TOGETHER + i]
+    for i in T.unroll(T.truncmod(lane, TOGETHER), unroll_factor=1):
+        low = low + memory.at_page[0, T.truncdiv(lane, TOGETHER) * TOGETHER + i]
     return total, low
 
 
@@ -360,8 +264,10 @@ def leave_whole(T, S, launch, inputs, memory, each, lane, line):
     low = T.alloc_var(T.int32, init=line[2])
     limit = T.alloc_var(T.int32, init=0)
     longest = T.alloc_var(T.int32, init=0)
-    for i in T.serial(lanes_of(S) // _TOGETHER):
-        longest = T.max(longest, memory.share[_LONGEST + i])
+    for i in T.serial(lanes_of(S) // TOGETHER):
+        longest = T.max(longest, memory.share[LONGEST + i])
+    cuts = T.alloc_var(T.int32, init=0)
+    top = T.alloc_var(T.int32, init=longest)
     # No rule below would have it whole: seen soon, as few short sequences wait for it.
     if longest <= size + T.truncdiv(size, 2) + _FAR:
         shares = T.alloc_var(T.int32, init=T.truncdiv(launch.num_programs, launch.row_tiles))
@@ -376,7 +282,7 @@ def leave_whole(T, S, launch, inputs, memory, each, lane, line):
         if batch * longest == end:
             alike = 1
         most_sorted = T.alloc_var(T.int32, init=T.if_then_else(merging >= 4, MOST_SORTED, 256))
-        if merging >= 2 and turns > 1 and turns <= _MOST_TURNS and batch <= most_sorted:
+        if merging >= 2 and turns > 1 and turns <= TURNS_SORTED and batch <= most_sorted:
             limit = size + merging + T.truncdiv(merging, 2) - 2 + idle
         of_whole = T.alloc_var(T.int32, init=size + _CUTTING + T.truncdiv(merging + 1 - alike, 2) + 2 * alike + idle)
         if T.cast(turns, T.int64) * longest <= of_whole and (alike == 1 or limit == 0):
@@ -388,7 +294,14 @@ def leave_whole(T, S, launch, inputs, memory, each, lane, line):
             limit = 0
         if longest > limit:
             limit = 0
-    return size, least, end, own, low, limit
+    elif batch >= _FEWEST and batch <= MOST_SORTED and longest <= MOST_EXTENT:
+        # Of few long ones among short ones the long ones are cut alone.
+        short = T.alloc_var(T.int32, init=(end - longest) * 4)
+        if short <= 3 * (batch - 1) * size and size >= _FEWEST_BLOCKS and launch.row_tiles == 1 and rows >= _CUT_ROWS:
+            cuts = 1
+            limit = size + T.truncdiv(size, 2) + 2
+            top = size + overhead_of(S)
+    return size, least, end, own, low, limit, cuts, top
 
 
 @macro
@@ -398,10 +311,10 @@ def turns_of(T, S, launch, inputs, memory):
     if S.joined:
         turns = 1
     elif launch.scheduled == SHARED:
-        turns = memory.share[_LAST] - memory.share[_FIRST] + 1
+        turns = memory.share[LAST] - memory.share[FIRST] + 1
         if S.ahead:
-            if memory.share[_LIMIT] > 0:
-                turns = turns_by_length(T, launch, inputs, memory)
+            if memory.share[LIMIT] > 0:
+                turns = turns_by_length(T, inputs, memory)
     else:
         turns = places_taken(T, launch, inputs)
     return turns
@@ -415,17 +328,17 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
     known of a share stays in shared memory: the producer has no registers to spare.
     """
     if thread == 0:
-        share, size = memory.share, memory.share[_SIZE]
-        i_b = T.alloc_var(T.int32, init=share[_FIRST] + turn)
+        share, size = memory.share, memory.share[SIZE]
+        i_b = T.alloc_var(T.int32, init=share[FIRST] + turn)
         if S.ahead:
-            if share[_LIMIT] > 0:
-                i_b = share[_TURNS + turn]
-        length, blocks, extent = extent_of(T, S, inputs, i_b, share[_MOST], share[_LEAST] if S.ahead else 1)
-        i_share = T.alloc_var(T.int32, init=share[_NUMBER])
-        tile = T.alloc_var(T.int32, init=share[_TILE])
-        begin = T.alloc_var(T.int32, init=share[_LOW] + overhead_of(S))
+            if share[LISTED] > 0:
+                i_b = share[TURNS + turn]
+        length, blocks, extent = extent_of(T, S, inputs, i_b, share[MOST], share[LEAST] if S.ahead else 1)
+        i_share = T.alloc_var(T.int32, init=share[NUMBER])
+        tile = T.alloc_var(T.int32, init=share[TILE])
+        begin = T.alloc_var(T.int32, init=share[LOW] + overhead_of(S))
         i_first = T.alloc_var(T.int32, init=T.truncdiv(begin, size))
-        i_last = T.alloc_var(T.int32, init=T.truncdiv(share[_LOW] + extent - 1, size))
+        i_last = T.alloc_var(T.int32, init=T.truncdiv(share[LOW] + extent - 1, size))
         first = T.alloc_var(T.int32, init=T.max(i_share * size - begin, 0))
         last = T.alloc_var(T.int32, init=T.min((i_share + 1) * size - begin, blocks))
         own_parts = T.alloc_var(T.int32, init=i_last - i_first + 1)
@@ -436,7 +349,7 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
             own_parts = 0
             last = first
         if S.ahead:
-            if share[_LIMIT] > 0:
+            if share[LIMIT] > 0:
                 own_parts = 1
                 i_first = i_share
                 first = 0
@@ -445,5 +358,5 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
         if i_share == i_first and tile == 0:
             pieces[2 * i_b] = i_b + i_share
             pieces[2 * i_b + 1] = own_parts
-        share[_LOW] = share[_LOW] + extent
+        share[LOW] = share[LOW] + extent
     T.sync_threads(OF_PRODUCER, S.producers)

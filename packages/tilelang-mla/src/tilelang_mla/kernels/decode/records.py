@@ -9,6 +9,7 @@ from typing import Any
 
 from tilelang_mla.kernels.common import GROUP, macro
 from tilelang_mla.kernels.decode.groups import SHARED, Launch, Work, read_work
+from tilelang_mla.kernels.decode.items import find_work, note_limits
 from tilelang_mla.kernels.decode.keys import (
     STAGE,
     KeyBarriers,
@@ -23,11 +24,10 @@ from tilelang_mla.kernels.decode.keys import (
     store_latents,
     store_logarithms,
 )
-from tilelang_mla.kernels.decode.limits import is_per_token, limit_of, seen_by, unmasked_keys
 from tilelang_mla.kernels.decode.loads import row_of
 from tilelang_mla.kernels.decode.rows import at
-from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_half
-from tilelang_mla.kernels.decode.shares import find_share, tell_share, turns_of
+from tilelang_mla.kernels.decode.schedule import Owner, owner_of
+from tilelang_mla.kernels.decode.shares import find_share, turns_of
 
 # Registers of a thread that makes weights, of one that multiplies latents, which has more to hold where two programs
 # join what they have accumulated, and of the producer.
@@ -74,22 +74,12 @@ def produce_records(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their keys, which a warp or two look up."""
     T.set_max_nreg(registers_of(S)[2], 0)
     done = T.alloc_var(T.int32, init=0)
-    if not S.joined:
-        begin, end, length = owner_of(T, launch, inputs, thread)
-        own = Owner(begin, end, length)
+    own = None if S.joined else Owner(*owner_of(T, launch, inputs, thread))
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2
         T.barrier_wait(barriers.work_empty[slot], turn // 2 % 2 ^ 1)
-        if S.joined:
-            work = Work(*tell_half(T, S, launch, inputs, memory, slot, thread))
-        else:
-            if launch.scheduled == SHARED:
-                tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
-            else:
-                part, tile = part_of(T, S, launch, inputs, memory, turn)
-                find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, GROUP)
-            work = Work(*read_work(T, memory.told, slot))
+        work = Work(*find_work(T, S, launch, inputs, memory, pieces, own, slot, turn, thread))
         T.barrier_arrive(barriers.work_full[slot])
         if thread < STAGE:
             for half in T.serial(_HALVES):
@@ -152,18 +142,7 @@ def make_weights(T, S, launch, inputs, outputs, memory, barriers, thread):
         # All are done with the item before.
         T.sync_threads(_OF_WEIGHTS, GROUP)
         own_rows = T.alloc_var(T.int32, init=T.min(rows - work.first_row, S.rows))
-        unmasked = T.alloc_var(T.int32, init=2**31 - 1)
-        if not S.sparse:
-            first_limit = unmasked_keys(T, launch, inputs, work)
-            unmasked = first_limit
-            if thread < S.rows:
-                own_row = T.alloc_var(T.int32, init=work.first_row + thread)
-                if is_per_token(inputs):
-                    memory.limits[thread] = seen_by(T, launch, inputs, work, own_row)
-                else:
-                    memory.limits[thread] = limit_of(
-                        T, own_row, launch.heads, launch.tokens, work.length, launch.causal
-                    )
+        unmasked = note_limits(T, S, launch, inputs, memory, work, thread)
         # q has two stages, those before the blocks'.
         entry = T.alloc_var(T.int32, init=done + _HALVES * turn)
         low = T.alloc_var(T.int32, init=entry % S.num_stages)

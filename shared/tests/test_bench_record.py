@@ -305,10 +305,10 @@ def test_the_driver_is_found_without_nvidia_smi(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_package_is_named_by_the_nearest_project_file(tmp_path: Path) -> None:
-    cases = tmp_path / "lightning-attn" / "benchmarks" / "cases.py"
+    cases = tmp_path / "seqmix-not-installed" / "benchmarks" / "cases.py"
     cases.parent.mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text("[tool.ruff]\nline-length = 120\n")
-    assert machine.package_of(cases) == ("lightning-attn", "0+source")
+    assert machine.package_of(cases) == ("seqmix-not-installed", "0+source")
     (cases.parent.parent / "pyproject.toml").write_text('[project]\nname = "seqmix-of-a-test"\nversion = "1.2.3"\n')
     assert machine.package_of(cases) == ("seqmix-of-a-test", "1.2.3")
 

@@ -18,7 +18,8 @@ import tilelang_mla
 from kernel_reference.checks import validate_values
 from kernel_reference.testing.guards import assert_bitwise_equal
 from kernel_reference.testing.wrong import elsewhere, needing_grad, overlapping, replaced, together
-from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, flash_mla
+from tilelang_mla import DecodePlan, DecodeTiles, PrefillPlan, calls, flash_mla
+from tilelang_mla.plan import DeviceLimits
 
 Tensor = torch.Tensor
 # Decoding: 3 sequences of 2 query tokens, 4 heads, 64 + 32 elements, 7 pages of 16, 3 columns. Prefill: 3 sequences of
@@ -400,6 +401,15 @@ def test_bad_arguments_are_named_and_nothing_is_written(device, function, change
     assert re.search(message, str(raised.value)), str(raised.value)
     if before is not None and kept is not None:
         assert_bitwise_equal(before, kept, what="out after an error")
+
+
+def test_queries_elsewhere_are_refused_as_such_and_not_for_their_metadata(device, monkeypatch) -> None:
+    monkeypatch.setattr(calls, "device_limits", lambda of: DeviceLimits(132 if of.type == device.type else 1))
+    arguments = good("drop-in", device)
+    assert arguments["tile_scheduler_metadata"].shape[0] == 132
+    arguments["q"] = elsewhere(arguments["q"])
+    with pytest.raises(ValueError, match=r"device must be .* got"):
+        call("drop-in", arguments)
 
 
 @pytest.mark.parametrize("function", ["prefill", "decode"])

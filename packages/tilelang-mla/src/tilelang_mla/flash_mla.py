@@ -181,7 +181,8 @@ def _parts(q: Tensor, head_dim_v: int, made: FlashMLASchedMeta) -> calls.Parts |
     if q.ndim != 4:
         fail("q", "[B, Sq, Hq, head_dim_v + dpe]", describe(q))
     limits, rows = calls.device_limits(q.device), q.shape[1] * q.shape[2]
-    at_once = plans.parts_at_once(rows, limits.cores)
+    # By its own device: where q is elsewhere, that is what is wrong.
+    at_once = plans.parts_at_once(rows, calls.device_limits(metadata.device).cores)
     if known(metadata.shape[0] != at_once):
         wanted = f"[{at_once}, {_METADATA_WIDTH}], made for {q.shape[1]} query tokens x {q.shape[2]} heads"
         fail("tile_scheduler_metadata", wanted, describe(metadata))

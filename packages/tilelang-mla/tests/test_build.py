@@ -117,6 +117,18 @@ def test_simplifications_behind_which_others_do_the_same_are_left_out(launch) ->
     assert [one.should_run(None, SimpleNamespace(name=name)) for name in passes] == [True, True, True, False]
 
 
+def test_passes_are_left_to_nvcc_but_of_the_top_k_and_in_c(launch) -> None:
+    from tilelang_mla.kernels.passes import Fewer
+
+    passes = ("tl.PlanAndUpdateBufferAllocationLocation", "tl.LowerIntrin", "tirx.Simplify", "tl.LegalizeNegativeIndex",
+              "tl.LowerTileOp", "tirx.Simplify")  # fmt: skip
+
+    def left_out(one: Any) -> list[int]:
+        return [i for i, name in enumerate(passes) if not one.should_run(None, SimpleNamespace(name=name))]
+
+    assert [left_out(one) for one in (Fewer("decode"), Fewer("index_topk"), Fewer(in_c=True))] == [[0, 2, 3], [], []]
+
+
 def test_passes_are_left_out_of_kernels_of_this_package_alone(launch) -> None:
     from tilelang.instrumentation import compile_pass_instrumentation, create_pass_instruments
 

@@ -384,14 +384,14 @@ def kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return find
 
 
-def lowered(launch: Any, program: Any) -> str:
+def lowered(launch: Any, name: str, program: Any) -> str:
     """The CUDA source that TileLang makes of a kernel."""
     from tilelang import tvm
     from tilelang.engine.lower import lower
 
     from tilelang_mla.kernels.passes import Fewer
 
-    context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS, instruments=[Fewer()])
+    context = tvm.transform.PassContext(opt_level=3, config=launch.PASS_CONFIGS, instruments=[Fewer(name)])
     with context, tvm.target.Target(launch.TARGET), launch.quick_proofs():
         return str(lower(program, target=launch.TARGET).kernel_source)
 
@@ -422,7 +422,7 @@ def specs(target: str) -> list[GeneratedSource]:
 
 
 def _source_of(launch: Any, kind: str, constants: dict[str, Any]) -> str:
-    return lowered(launch, launch.text_of(kind, **constants))
+    return lowered(launch, kind, launch.text_of(kind, **constants))
 
 
 @pytest.fixture(scope="module")
@@ -437,7 +437,7 @@ def text(launch: Any, kept: Kept) -> Callable[..., str]:
         if key not in made:
             program = launch.text_of(name, **constants)
             settings = [tilelang.__version__, launch.TARGET, launch.PASS_CONFIGS]
-            made[key] = kept([*settings, program.script(show_meta=True)], lambda: lowered(launch, program))
+            made[key] = kept([*settings, program.script(show_meta=True)], lambda: lowered(launch, name, program))
         return made[key]
 
     return make

@@ -78,7 +78,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def compiled(name: str, **constants: Any) -> Any:
     """A compiled kernel, from TileLang's cache if it is there; it takes seconds otherwise."""
     text = text_of(name, **constants)
-    with quick_proofs(), fewer_passes():
+    with quick_proofs(), fewer_passes(name):
         # The cython backend would let all kernels of a stream overlap, not only those that wait for each other.
         return tilelang.compile(text, target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
 

@@ -178,7 +178,7 @@ CUTS: dict[str, tuple[list[int], int, int]] = {
     "one is cut, others by length": ([*((37 * i) % 300 for i in range(40)), 9000, 130], 64, 17),
     "three are cut, others by length": ([6000, *((37 * i) % 300 for i in range(60)), 5000, 9000], 40, 22),
     "too many are long": ([*((37 * i) % 300 for i in range(500)), *(7000 + i for i in range(9))], 64, 60),
-    "by length, in two rounds": ([(37 * i) % 900 for i in range(400)], 260, 52),
+    "by length, in two rounds": ([(37 * i) % 1000 for i in range(400)], 260, 52),
     "by length, in steps of many blocks": ([(997 * i) % 16000 for i in range(60)], 200, 10),
     "nothing": ([0, 0, 0], 1, 5),
     "two tiles of rows": ([500, 64, 3, 700], 70, 4),

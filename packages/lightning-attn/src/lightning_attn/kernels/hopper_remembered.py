@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate
 from lightning_attn.kernels.hopper_ring import Work, pieces_of, state_layout
 from lightning_attn.kernels.hopper_rows import store_state, zero_state
-from lightning_attn.kernels.hopper_states import add_chunk, new_stages, short_values, values_of
+from lightning_attn.kernels.hopper_states import add_chunk, load_chunk, new_stages, short_values, values_of
 from lightning_attn.kernels.schedule import Batch, Counts, States, bounds, carried_slot, locate, program
 from lightning_attn.kernels.states import decayed_initial, tile_of_state, tile_offsets, tokens_in_reach, zero_tile
 
@@ -45,19 +45,8 @@ def lanes_of(batch, sizes: tl.constexpr):
 @gluon.jit
 def load(d_k, d_v, stages, work, first_row, stride: gl.constexpr, sizes: gl.constexpr):
     """Fill the ring with all chunks; the first one begins at ``first_row``."""
-    PIECES: gl.constexpr = pieces_of(sizes)
-    STAGES: gl.constexpr = sizes.STAGES
     for i in range(work.chunks):
-        stage = i % STAGES
-        row = gl.where(i == 0, first_row, work.start + i * stride)
-        full = stages.full.index(stage)
-        mbarrier.wait(stages.empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(full, PIECES * d_k.block_type.nbytes + d_v.block_type.nbytes)
-        v_place = [work.i_box, work.i_h_v, row, work.column]
-        tma.async_copy_global_to_shared(d_v, v_place, full, stages.v.index(stage))
-        for p in gl.static_range(PIECES):
-            place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-            tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+        load_chunk(d_k, d_v, stages, work, i, gl.where(i == 0, first_row, work.start + i * stride), sizes)
 
 
 @gluon.jit

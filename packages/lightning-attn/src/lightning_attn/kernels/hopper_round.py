@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate
 from lightning_attn.kernels.hopper_remembered import lanes_of, slot_of_lane, tokens_of_lane
 from lightning_attn.kernels.hopper_ring import Work, factor_of, for_piece, pieces_of, state_layout
 from lightning_attn.kernels.hopper_rows import store_state, zero_state
-from lightning_attn.kernels.hopper_states import new_stages, short_values, values_of
+from lightning_attn.kernels.hopper_states import load_chunk, new_stages, short_values, values_of
 from lightning_attn.kernels.schedule import Batch, Counts, States, bounds
 from lightning_attn.kernels.states import tokens_in_reach
 
@@ -174,8 +174,6 @@ def lane_of(call, up_to, i_item, first, last, sizes: gl.constexpr):
 @gluon.jit
 def load_lanes(d_k, d_v, stages, call, sizes: gl.constexpr):
     """Fill the ring with all chunks of all of a program's lanes."""
-    PIECES: gl.constexpr = pieces_of(sizes)
-    STAGES: gl.constexpr = sizes.STAGES
     stride: gl.constexpr = -sizes.CHUNK if sizes.REVERSED else sizes.CHUNK
     up_to, first, last = begin(call, sizes, 1)
     before = 0
@@ -184,16 +182,8 @@ def load_lanes(d_k, d_v, stages, call, sizes: gl.constexpr):
         first, last = rows_of_item(call, up_to, i_item + gl.num_programs(0), sizes)
         work = lane.work
         for i in range(work.chunks):
-            stage = (before + i) % STAGES
             row = gl.where(i == 0, lane.first_row, work.start + i * stride)
-            full = stages.full.index(stage)
-            mbarrier.wait(stages.empty.index(stage), (((before + i) // STAGES) & 1) ^ 1)
-            mbarrier.expect(full, PIECES * d_k.block_type.nbytes + d_v.block_type.nbytes)
-            v_place = [work.i_box, work.i_h_v, row, work.column]
-            tma.async_copy_global_to_shared(d_v, v_place, full, stages.v.index(stage))
-            for p in gl.static_range(PIECES):
-                place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-                tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+            load_chunk(d_k, d_v, stages, work, before + i, row, sizes)
         before += work.chunks
 
 

@@ -60,21 +60,26 @@ def new_stages(d_k, d_v, sizes: gl.constexpr):
 
 
 @gluon.jit
-def load(d_k, d_v, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
-    """Fill the ring with all chunks."""
+def load_chunk(d_k, d_v, stages, work, i, row, sizes: gl.constexpr):
+    """Fill a stage of the ring, once it is empty, with the chunk that begins at a row: the i-th of the program."""
     PIECES: gl.constexpr = pieces_of(sizes)
     STAGES: gl.constexpr = sizes.STAGES
+    stage = i % STAGES
+    full = stages.full.index(stage)
+    mbarrier.wait(stages.empty.index(stage), ((i // STAGES) & 1) ^ 1)
+    mbarrier.expect(full, PIECES * d_k.block_type.nbytes + d_v.block_type.nbytes)
+    v_place = [work.i_box, work.i_h_v, row, work.column]
+    tma.async_copy_global_to_shared(d_v, v_place, full, stages.v.index(stage))
+    for p in gl.static_range(PIECES):
+        place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
+        tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+
+
+@gluon.jit
+def load(d_k, d_v, stages, work, stride: gl.constexpr, sizes: gl.constexpr):
+    """Fill the ring with all chunks."""
     for i in range(work.chunks):
-        stage = i % STAGES
-        row = work.start + i * stride
-        full = stages.full.index(stage)
-        mbarrier.wait(stages.empty.index(stage), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(full, PIECES * d_k.block_type.nbytes + d_v.block_type.nbytes)
-        v_place = [work.i_box, work.i_h_v, row, work.column]
-        tma.async_copy_global_to_shared(d_v, v_place, full, stages.v.index(stage))
-        for p in gl.static_range(PIECES):
-            place = [work.i_box, work.i_h_qk, row, p * sizes.BLOCK_D]
-            tma.async_copy_global_to_shared(d_k, place, full, stages.k[p].index(stage))
+        load_chunk(d_k, d_v, stages, work, i, work.start + i * stride, sizes)
 
 
 @gluon.jit

@@ -143,6 +143,25 @@ def test_points_whose_kernels_are_made_come_first(tmp_path: Path, capsys: Any) -
     assert command.main([*arguments[:-1], "nothing", "--role", "measure"], bench=DryBench()) == 2
 
 
+def test_compiling_may_be_all_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    given = [written(tmp_path), "--out", str(out), "--compile-only", "--only", "again"]
+    assert command.main(given, bench=DryBench()) == 0
+    assert len((out / "map.ready").read_text().splitlines()) == 4
+    roles: list[list[str]] = []
+
+    def note(commands: list[list[str]], environments: Any, until: float) -> list[int]:
+        roles.extend(one[one.index("--role") :] for one in commands)
+        assert until - time.monotonic() > 900
+        return [0] * len(commands)
+
+    monkeypatch.setattr(command, "CudaBench", DryBench)
+    monkeypatch.setattr(command, "run_together", note)
+    assert command.main([*given, "--seconds", "1000", "--ahead", "2"]) == 0
+    assert [role[1] for role in roles] == ["ahead", "ahead"]
+    assert not (out / "map.jsonl").exists()
+
+
 def test_maps_take_turns_so_that_each_has_its_share_when_time_is_up(tmp_path: Path) -> None:
     maps, _ = command.load_maps(Path(written(tmp_path)), DryBench.device)
     items = command.items_of(maps)

@@ -183,6 +183,30 @@ def test_a_record_says_how_the_cache_was_cold() -> None:
     assert measured(doubling(), clock)["ours"].l2 == "rotated"
 
 
+class Forgetful:
+    """Changes its inputs, and from its second call on leaves its result as it finds it."""
+
+    def __init__(self, leaves_it: bool) -> None:
+        self.calls, self.leaves_it = 0, leaves_it
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out = 2 * x
+        x.zero_()
+        return torch.full_like(out, math.nan) if self.leaves_it and self.calls == 2 else out
+
+
+def test_where_memory_is_short_one_copy_is_judged_twice_and_one_set_rotates() -> None:
+    clock = FakeClock()
+    clock.l2_bytes, clock.free_bytes = 64, lambda: 8191  # type: ignore[method-assign]
+    found = measured(doubling(ours={"ours": Forgetful(False), "left": Forgetful(True)}), clock)
+    assert (found["ours"].status, found["ours"].input_sets, found["ours"].l2) == ("timed", 1, "rotated")
+    assert found["left"].note == "error nan > 0"
+    # Read from the cache, it would be timed too short: two sets, whatever they take.
+    clock.l2_bytes = 4096 // 3 - 1
+    assert measured(doubling(), clock)["ours"].input_sets == 2
+
+
 class KnowsItsInputs:
     """Returns what it gave before to inputs at the same address; in a graph alone with ``when_captured``."""
 
@@ -447,7 +471,7 @@ def test_a_run_without_matplotlib_still_records(tmp_path: Path, monkeypatch: pyt
     assert len(load(tmp_path / "doubling.jsonl")) == 6
 
 
-def test_all_cores_compile_first_where_so_many_processes_share_the_cases_and_call_ours_alone(
+def test_all_cores_compile_first_where_so_many_processes_share_the_cases_and_call_ours_before_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = written(tmp_path, CASES.replace("FACTOR", "2"))
@@ -467,10 +491,22 @@ def test_all_cores_compile_first_where_so_many_processes_share_the_cases_and_cal
     assert [command[-4:] for command in commands] == [["--only", "double", "--share", f"{i}/2"] for i in (0, 1)]
     assert len(load(tmp_path / "doubling.jsonl")) == 6
     called = "import pathlib\n" + CASES.replace("FACTOR * x", "pathlib.Path(FILE).open('a').write(f'{len(x)} ') / 0")
+    called = called.replace("x + x", "pathlib.Path(FILE).open('a').write(f'peer {len(x)} ')")
     cases = written(tmp_path, called.replace("FILE", repr(str(tmp_path / "called"))))
     for command in commands:
         assert run.main([cases, *command[4:]], bench=FakeBench()) == 0
-    assert (tmp_path / "called").read_text() == "256 512 "
+    assert (tmp_path / "called").read_text() == "256 peer 256 512 peer 512 "
+    assert run.main([cases, *commands[0][4:-1], "0/1"], bench=FakeBench()) == 0
+    assert (tmp_path / "called").read_text().endswith(" 256 512 peer 256 peer 512 ")
+
+
+def test_compiling_may_be_all_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+    monkeypatch.setattr(run, "run_together", lambda *_, until: left.append(until - time.monotonic()))
+    given = [written(tmp_path, CASES.replace("FACTOR", "2")), "--out", str(tmp_path / "out"), "--processes", "2"]
+    assert run.main([*given, "--compile-only", "--within", "3600"], bench=FakeBench()) == 0
+    assert [round(seconds, -2) for seconds in left] == [3600]
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_case_begins_after_the_seconds_given_and_those_before_are_recorded(

@@ -268,6 +268,7 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
     parser.add_argument(
         "--ahead", type=int, metavar="N", help="processes that compile ahead (default: most of the cores)"
     )
+    parser.add_argument("--compile-only", action="store_true", help="call everything once, and measure nothing")
     parser.add_argument("--no-sweep", action="store_true", help="do not go through batch sizes")
     parser.add_argument("--commit", help="the commit to record where the sources are no git checkout")
     parser.add_argument("--role", choices=("ahead", "sweep", "measure"), help=argparse.SUPPRESS)
@@ -280,6 +281,8 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
     try:
         if chosen.role:
             return _play(chosen, bench or CudaBench(), until)
+        if bench is not None and chosen.compile_only:
+            return _play(_as(chosen, "ahead"), bench, until)
         if bench is not None:
             _prepare(chosen)
             _play(_as(chosen, "measure"), bench, until)
@@ -289,7 +292,7 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
             CudaBench()
             _prepare(chosen)
             _direct(chosen, list(sys.argv[1:] if arguments is None else arguments), begun, until)
-        return finish(chosen.out)
+        return 0 if chosen.compile_only else finish(chosen.out)
     except UnusableError as error:
         print(f"map: {error}", file=sys.stderr)
         return 2
@@ -403,7 +406,7 @@ def _direct(chosen: argparse.Namespace, arguments: list[str], begun: float, unti
     command = [sys.executable, "-m", __spec__.name if __spec__ else "kernel_reference.bench.map", *arguments]
     # What is done is in the file: every process goes on from it.
     command += [] if chosen.resume else ["--resume"]
-    before = min(until, begun + AHEAD * chosen.seconds)
+    before = until if chosen.compile_only else min(until, begun + AHEAD * chosen.seconds)
     ahead = int((os.cpu_count() or 2) * OF_CORES) if chosen.ahead is None else chosen.ahead
     ahead = min(ahead, MOST_AHEAD)
     roles = [["--role", "ahead", "--share", f"{own}/{ahead}"] for own in range(ahead)]
@@ -414,7 +417,7 @@ def _direct(chosen: argparse.Namespace, arguments: list[str], begun: float, unti
         empty = {"TRITON_CACHE_DIR": f"{cache}/triton", "TILELANG_CACHE_DIR": f"{cache}/tilelang"}
         # Torch's threads of so many processes would wait for each other.
         environments: list[dict[str, str]] = [{"OMP_NUM_THREADS": "1"} for _ in roles]
-        if not chosen.no_sweep:
+        if not (chosen.no_sweep or chosen.compile_only):
             # It ends by itself a little before it would be ended.
             roles.insert(0, ["--role", "sweep"])
             environments.insert(0, empty)
@@ -428,6 +431,8 @@ def _direct(chosen: argparse.Namespace, arguments: list[str], begun: float, unti
             f"{measured_from - begun:.1f} s: of compiling ahead and sweep are over ({', '.join(ends)}); now measuring",
             flush=True,
         )
+        if chosen.compile_only:
+            return
         file = chosen.out / mapped.NAME
         # One point is not to have all the time.
         longest = min(POINT_SECONDS, max(10.0, (until - measured_from) / 2))

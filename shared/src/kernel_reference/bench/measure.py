@@ -35,6 +35,10 @@ from kernel_reference.bench.timers import (
 
 # All rotating sets together; more would only shorten the list of machines that can repeat a measurement.
 MEMORY_BYTES = 20 * 10**9
+# A set that is this many times the L2 cache, and has no memory for another beside it, is read cold by itself.
+ALONE = 50
+# Times its bytes that must be free to copy a set once more: an implementation's own memory is as much again.
+FRESH_ROOM = 2
 # Of the most sets this makes the longest graph that is worth capturing.
 CYCLES_PER_GRAPH = MAX_CALLS_PER_GRAPH // MOST_SETS
 
@@ -145,12 +149,16 @@ def _judge_peer(case: Case, factory: Callable[[], Call], inputs: Any, clock: Clo
 
 def _judge(case: Case, call: Call, inputs: Any, clock: Clock) -> _Verdict:
     try:
+        used = copy.deepcopy(inputs)
         # Both copies before the first call: its outputs, poisoned and freed, are then what the allocator gives the
         # second call, and an element that it leaves unwritten is NaN and not the right answer of an earlier run.
-        used, fresh = copy.deepcopy(inputs), copy.deepcopy(inputs)
+        fresh = copy.deepcopy(inputs) if tensor_bytes(inputs) * FRESH_ROOM < clock.free_bytes() else None
         outputs = call(used)
         _poison(outputs)
         del outputs
+        if fresh is None:
+            # Two copies leave too little memory: the same values again, over whatever the call has changed.
+            fresh = copy.deepcopy(inputs, write_over(used, inputs))
         return _verdict_on(case, call(fresh), inputs, call, clock)
     except Exception as failure:
         return _Verdict("red", note=_in_words(failure))
@@ -231,7 +239,10 @@ def _touched(case: Case, inputs: Any) -> int:
 def _count_sets(case: Case, inputs: Any, clock: Clock, memory_bytes: int, most: int) -> int:
     # Besides its inputs a set costs the copy's two buffers, and outputs that events and graphs each keep.
     held = tensor_bytes(inputs) + 3 * case.bytes_moved
-    room = min(memory_bytes, clock.free_bytes() * 2 // 5)
+    free = clock.free_bytes()
+    if 2 * held - tensor_bytes(inputs) > free and _touched(case, inputs) > ALONE * clock.l2_bytes:
+        return 1
+    room = min(memory_bytes, free * 2 // 5)
     return rotation_count(_touched(case, inputs), held, clock.l2_bytes, room, most=most)
 
 

@@ -134,7 +134,10 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
     parser.add_argument("--seconds", type=float, default=0.4, help="device time an implementation (default 0.4)")
     parser.add_argument("--commit", help="the commit to record where the sources are no git checkout")
     parser.add_argument(
-        "--processes", type=int, default=0, metavar="N", help="call ours once in N processes first: all cores compile"
+        "--processes", type=int, default=0, metavar="N", help="call all once in N processes first: all cores compile"
+    )
+    parser.add_argument(
+        "--compile-only", action="store_true", help="do that, for --within seconds, and measure nothing"
     )
     parser.add_argument("--within", type=float, metavar="SECONDS", help="begin no case later than this")
     # Of what --processes starts: which cases, as I/N.
@@ -168,8 +171,11 @@ def _run(chosen: argparse.Namespace, old: Sequence[Record] | None, bench: Bench)
     package, version = machine.package_of(chosen.cases)
     if chosen.processes:
         # Half of the time is left to measure in; what is not compiled then is where it is called.
-        _compile(chosen, start + (chosen.within / 2 if chosen.within else COMPILE_SECONDS))
+        share = 1.0 if chosen.compile_only else 0.5
+        _compile(chosen, start + (chosen.within * share if chosen.within else COMPILE_SECONDS))
         _say(f"compiled in {chosen.processes} processes ({time.monotonic() - start:.1f} s)")
+    if chosen.compile_only:
+        return 0
     described = bench.machine()
     _say(f"{package} {version} on {described.device}: {len(cases)} cases; measuring the roofs")
     measured = bench.roofs()
@@ -211,15 +217,17 @@ def _compile(chosen: argparse.Namespace, until: float) -> None:
     run_together(commands, [{}] * len(commands), until=until)
 
 
-def _call_once(cases: Iterable[Case], bench: Bench) -> int:
-    for case in cases:
-        with suppress(Exception):
-            inputs = case.make_inputs()
-            for call in case.ours.values():
-                with suppress(Exception):
-                    call(inputs)
-            del inputs
-        bench.tidy()
+def _call_once(cases: Sequence[Case], bench: Bench) -> int:
+    """Ours of all cases, and then their peers: what time there is for compiling is for ours first."""
+    for of_peers in (False, True):
+        for case in cases:
+            with suppress(Exception):
+                inputs = case.make_inputs()
+                for call in case.peers.values() if of_peers else case.ours.values():
+                    with suppress(Exception):
+                        (call() if of_peers else call)(inputs)
+                del inputs
+            bench.tidy()
     return 0
 
 

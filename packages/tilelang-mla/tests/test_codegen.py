@@ -498,10 +498,9 @@ def words(report: Report) -> set[str]:
 
 
 @every_decoding
-def test_decoding_issues_wgmma_and_asynchronous_loads_without_spills_in_loops(reports, kernel) -> None:
-    """One number is spilled, where programs find what they have."""
+def test_decoding_issues_wgmma_and_asynchronous_loads_without_spills(reports, kernel) -> None:
     made = reports[kernel]
-    assert_clean(made, spilled=8)
+    assert_clean(made)
     roles = {"wgmma_ss", "wgmma_rs", "warpgroup_reg_alloc", "warpgroup_reg_dealloc", "tma_load", "tma_store"}
     assert roles <= words(made)
     assert ("cp_async_gs_conditional<16>" in made.text) == kernel.gather

@@ -50,6 +50,10 @@ def take_by_length(T, S, launch, inputs, memory, thread, serial):
     rounds = T.alloc_var(T.int32, init=T.truncdiv(batch + (_THREADS - 1), _THREADS))
     if serial:
         rounds = batch
+    if not serial:
+        # One that the compiler does not know: what it makes of the thread's number it keeps for the roles, too, and the
+        # loop of scores had to spill one of its own, each block.
+        thread = T.shfl_sync(thread, T.bitwise_and(thread, WARP - 1))
     kept = T.alloc_shared((MOST_SORTED,), T.int32) if serial else T.alloc_local((2,), T.int32)
     steps = T.alloc_var(T.int32, init=T.if_then_else(batch <= _THREADS, _STEPS, _STEPS // 2))
     for i in T.serial(COUNTS if serial else 1):

@@ -587,6 +587,12 @@ def all_bounds() -> Iterator[tuple[list[int], int]]:
     yield [0], 33
 
 
+@pytest.mark.parametrize(("shares", "order"), [(1, [2, 1, 0, 3]), (2, [5, 4, 3, 2, 1, 0, 7, 6])])
+def test_prompts_which_come_last_begin_first_but_the_rows_of_no_sequence_end(shares: int, order: list[int]) -> None:
+    """Of three sequences by roles, of one program or two that share."""
+    assert [schedule.last_first.fn(i, len(order), shares) for i in range(len(order))] == order
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("segment", [16, 32])
 def test_the_device_finds_the_segments_that_python_does(device: torch.device, segment: int, dtype: torch.dtype) -> None:

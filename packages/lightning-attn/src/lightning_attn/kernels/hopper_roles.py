@@ -45,6 +45,7 @@ from lightning_attn.kernels.schedule import (
     Snapshots,
     States,
     chunks_before,
+    last_first,
     locate,
     program,
     rows_of_head,
@@ -248,12 +249,15 @@ def prefill(
         States(p_initial, strides.initial), States(p_final, strides.final), States(p_carried, strides.carried)
     )
     wait_for_call(batch, sizes)
-    i_e, i_h, i_w = program(sizes.H, TILES, SEGMENT > 0 or p_cu is not None)
     SHARED: gl.constexpr = is_shared(sizes)
     i_share = 0
     shares = 1
     if SHARED:
         shares = shares_of(batch, sizes.H * TILES, SEGMENT)
+    i_e, i_h, i_w = program(sizes.H, TILES, SEGMENT > 0 and p_cu is None)
+    if p_cu is not None:
+        i_w = last_first(i_w, gl.num_programs(0) // (sizes.H * TILES), shares)
+    if SHARED:
         i_share = i_w % shares
         i_w = i_w // shares
     i_n, i_segment, first, last = locate(batch, i_w, SEGMENT)

@@ -171,6 +171,16 @@ def item(i, items, H: tl.constexpr, TILES: tl.constexpr, LAST_FIRST: tl.constexp
 
 
 @triton.jit
+def last_first(i_w, count, shares):
+    """The grid index, of as many, that a ragged batch's program takes: prompts, which engines put last, begin first.
+
+    But ahead of the rows of no sequence, whose programs end at once: the two tiles of a head, which load the same q and
+    k, would begin on SMs that these leave, one here and one there.
+    """
+    return (2 * count - 1 - shares - i_w) % count
+
+
+@triton.jit
 def rows_of_head(p, strides, i_n, i_h, RATIO: tl.constexpr):
     """A sequence's rows of the head that RATIO heads share, head i_h among them."""
     first = i_n.to(tl.int64) * strides.sequence + (i_h // RATIO) * strides.head

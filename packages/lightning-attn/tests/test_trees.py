@@ -204,7 +204,7 @@ def test_parents_and_paths_that_are_none_do_no_harm(tensors, kernels, plan) -> N
     ("parents", "path", "named"),
     [
         ([[-1, 1]], None, r"parents\[0, 1\] must be from -1 \(the state of the pool\) to 0, got 1"),
-        ([[-2, 0]], None, r"parents\[0, 0\] must be from -1"),
+        ([[-2, 0]], None, r"parents\[0, 0\] must be -1, the state of the pool, got -2"),
         ([[-1]], None, r"parents must be \[1, 2\], contiguous"),
         (None, [[1, 1]], r"path\[0, 1\] must be from 2 to 1"),
         (None, [[0]], r"accepted\[0\] must be from 0 to the 1 nodes of a path, got 2"),

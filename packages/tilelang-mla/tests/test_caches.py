@@ -338,6 +338,9 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "a scale with a wide cache": (
         "e4m3", {"kv": lambda b: b.kv.to(BF16)}, ValueError, r"^kv_scale must be None with a cache of torch.bfloat16"
     ),
+    "a cache of another dtype and a scale": (
+        "e4m3", {"kv": lambda b: b.kv.view(torch.float8_e5m2), "kv_scale": lambda b: 1.0}, TypeError, r"^kv.dtype must"
+    ),
     "two scales": ("e4m3", {"kv_scale": lambda b: torch.ones(2)}, ValueError, r"^kv_scale must be a float, or one"),
     "a scale in float64": (
         "e4m3", {"kv_scale": lambda b: torch.ones(1).double()}, ValueError, r"^kv_scale must be a float, or one"

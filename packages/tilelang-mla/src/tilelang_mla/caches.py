@@ -159,7 +159,8 @@ def scale_of(kv: Tensor, kv_scale: float | Tensor | None) -> Tensor | None:
     """The scale of a cache as its op takes it: one float32 on the device; None with records."""
     format = format_of(kv)
     if format != "e4m3":
-        if kv_scale is not None:
+        # Of a cache of no format its dtype is what is wrong.
+        if kv_scale is not None and (format or kv.dtype.itemsize > 1):
             what = "records, which have scales of their own" if format else f"a cache of {kv.dtype}"
             fail("kv_scale", f"None with {what}", describe(kv_scale))
         return None

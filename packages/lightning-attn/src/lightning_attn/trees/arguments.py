@@ -75,7 +75,8 @@ def check_tree_values(t: TreeVerify | PathCommit) -> None:
         for i, parent in enumerate(found["parents"]):
             sequence, node = divmod(i, nodes)
             if not -1 <= parent < node:
-                fail(f"parents[{sequence}, {node}]", f"from -1 (the state of the pool) to {node - 1}", parent)
+                wanted = f"from -1 (the state of the pool) to {node - 1}" if node else "-1, the state of the pool"
+                fail(f"parents[{sequence}, {node}]", wanted, parent)
     check_bits_of_rates("slopes", found["slopes"])
     owned = [(f"slots[{sequence}]", slot, slot >= 0) for sequence, slot in enumerate(found["slots"])]
     check_owned(owned, t.state_pool.shape[0])

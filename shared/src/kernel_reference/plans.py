@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from kernel_reference.errors import fail
@@ -11,6 +11,8 @@ from kernel_reference.integers import cdiv
 
 # More partial results of a row take a merge kernel too long.
 _MOST_SPLITS = 128
+# What a number of a plan may have been meant to be.
+_NUMBERS, _MOST_TOLD = (0, 1, 2, 3, 4, 5, 6, 8, 16, 32, 64, 96, 128, 256), 4
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,37 @@ def brief(value: Any) -> str:
     told = ((field.name, getattr(value, field.name)) for field in fields(value) if field.repr)
     defaults = {field.name: field.default for field in fields(value)}
     return f"{type(value).__name__}({', '.join(f'{name}={own!r}' for name, own in told if own != defaults[name])})"
+
+
+def check_covers(plan: Any, problem: Any) -> None:
+    """Raise ValueError, naming ``plan``, unless ``plan.covers(problem)`` or it is None.
+
+    The error says with which other number of one field it would, where there are such.
+
+    >>> @dataclass(frozen=True)
+    ... class Tiles(Plan):
+    ...     rows: int
+    ...     paired: bool = False
+    ...
+    ...     def covers(self, tile):
+    ...         return self.rows in (32, 64) and not self.paired
+    >>> check_covers(Tiles(32), Tiles(1))
+    >>> check_covers(Tiles(48), Tiles(1))
+    Traceback (most recent call last):
+    ValueError: plan must be one made for Tiles(rows=1), as with rows 32 or 64, got Tiles(rows=48)
+    """
+    if plan is None or plan.covers(problem):
+        return
+    ways = []
+    for field in fields(plan):
+        numbers: tuple[int, ...] = (False, True) if field.type in (bool, "bool") else _NUMBERS
+        found = [str(number) for number in numbers if replace(plan, **{field.name: number}).covers(problem)]
+        if len(found) > _MOST_TOLD:
+            found = [*found[:_MOST_TOLD], "others"]
+        if found:
+            ways.append(f"with {field.name} {' or '.join(filter(None, (', '.join(found[:-1]), found[-1])))}")
+    hint = f", as {', or '.join(ways)}" if ways else ""
+    fail("plan", f"one made for {brief(problem)}{hint}", plan)
 
 
 def quickest_splits(tiles: int, steps: int, programs: int, *, least: int) -> int:

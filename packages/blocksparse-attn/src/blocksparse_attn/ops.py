@@ -20,7 +20,7 @@ from blocksparse_attn.plan import AttentionPlan, Problem
 from blocksparse_attn.values import check_values
 from kernel_reference.checks import MemoryOverlap, check_no_overlap, fail, values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
-from kernel_reference.plans import brief
+from kernel_reference.plans import check_covers
 
 _library = torch.library.Library("blocksparse_attn", "DEF")
 _library.define(
@@ -44,8 +44,7 @@ def _check(tensors: Tensors, options: Options) -> tuple[Problem, AttentionPlan |
     if plan is not None:
         if options.num_splits:
             fail("num_splits", "None where a plan is given, which has its own", options.num_splits)
-        if not plan.covers(problem):
-            fail("plan", f"one made for {brief(problem)}", plan)
+        check_covers(plan, problem)
     return problem, plan
 
 

@@ -27,6 +27,7 @@ from kernel_reference.checks import (
     fail,
     known,
 )
+from kernel_reference.plans import check_covers
 from kernel_reference.ragged import check_cu_seqlens, read_integers
 from lightning_attn.plan import (
     BackwardProblem,
@@ -334,8 +335,7 @@ def check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
     plan = PrefillPlan.from_ints(ints)
     if plan is None:
         return
-    if not plan.covers(heads):
-        fail("plan", f"one that covers {heads}", plan)
+    check_covers(plan, heads)
     if plan.hopper and dtype == torch.float32 and not plan.bf16x6:
         fail("plan", f"without hopper, or with bf16x6, for {dtype}", plan)
     if plan.hopper and dtype != torch.float32 and plan.bf16x6:
@@ -343,9 +343,7 @@ def check_prefill_plan(ints: Ints, heads: Heads, dtype: torch.dtype) -> None:
 
 
 def check_decode_plan(ints: Ints, heads: Heads) -> None:
-    plan = DecodePlan.from_ints(ints)
-    if plan is not None and not plan.covers(heads):
-        fail("plan", f"one that covers {heads}", plan)
+    check_covers(DecodePlan.from_ints(ints), heads)
 
 
 def _check_pool(name: str, state_pool: Tensor, heads: Heads, as_in: str, first: Tensor) -> None:

@@ -30,7 +30,7 @@ from kernel_reference.checks import (
     known,
 )
 from kernel_reference.integers import cdiv
-from kernel_reference.plans import brief
+from kernel_reference.plans import check_covers
 from kernel_reference.ragged import check_cu_seqlens, read_integers
 from kernel_reference.transforms import are_active, check_no_transforms
 from tilelang_mla.caches import RECORD, check_8bit_cache
@@ -158,8 +158,7 @@ def check_prefill(tensors: PrefillTensors, options: PrefillOptions) -> tuple[Pre
         options.causal, 8 * q.element_size(), k.shape[0], options.max_seqlen_k, options.softmax_scale,
     )  # fmt: skip
     plan = PrefillPlan.from_ints(options.plan)
-    if plan is not None and not plan.covers(problem):
-        fail("plan", f"one made for {brief(problem)}", plan)
+    check_covers(plan, problem)
     return problem, plan
 
 
@@ -248,8 +247,7 @@ def check_parts(
     sequences = problem.sequences
     if tiles is not None and known(tiles.rows != 0) and known(tiles.rows != problem.rows):
         fail("plan", f"made for {problem.rows} query tokens x heads, as q has", f"one made for {tiles.rows}")
-    if tiles is not None and not tiles.covers(problem):
-        fail("plan", f"one made for {brief(problem)}", tiles)
+    check_covers(tiles, problem)
     if tiles is not None and tiles.spare_parts and first_part is None:
         fail(names.first_part, "given with spare parts", None)
     num_parts = 0 if tiles is None else tiles.num_parts(sequences)

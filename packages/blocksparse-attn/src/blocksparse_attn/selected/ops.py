@@ -9,9 +9,9 @@ import torch
 from blocksparse_attn.selected import reference
 from blocksparse_attn.selected.arguments import Options, Tensors, check_selected, check_values
 from blocksparse_attn.selected.plan import Problem, SelectedPlan
-from kernel_reference.checks import MemoryOverlap, check_no_overlap, fail, values_are_checked
+from kernel_reference.checks import MemoryOverlap, check_no_overlap, values_are_checked
 from kernel_reference.dispatch import PreparedLaunches, implement, launch_module
-from kernel_reference.plans import brief
+from kernel_reference.plans import check_covers
 
 _library = torch.library.Library("blocksparse_attn", "FRAGMENT")
 _library.define(
@@ -31,8 +31,7 @@ launches = PreparedLaunches()
 def _check(tensors: Tensors, options: Options) -> tuple[Problem, SelectedPlan | None]:
     problem = check_selected(tensors, options)
     plan = SelectedPlan.from_ints(options.plan)
-    if plan is not None and not plan.covers(problem):
-        fail("plan", f"one made for {brief(problem)}", plan)
+    check_covers(plan, problem)
     return problem, plan
 
 

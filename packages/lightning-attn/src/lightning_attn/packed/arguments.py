@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kernel_reference.checks import check_float, check_same_device, check_same_dtype, check_shape, describe, fail, known
+from kernel_reference.plans import check_covers
 from kernel_reference.ragged import check_cu_seqlens, read_integers
 from lightning_attn.arguments import (
     Ints,
@@ -101,9 +102,7 @@ def check_state(t: State, scale: float, exact: bool, reverse: bool, plan: Ints =
         if t.initial_state is not None:
             check_matrices("initial_state", t.initial_state, states, "k", t.k)
         k, v = of_dense(t.k), of_dense(t.v)
-    found = StatePlan.from_ints(plan)
-    if found is not None and not found.covers(heads):
-        fail("plan", f"one that covers {heads}", found)
+    check_covers(StatePlan.from_ints(plan), heads)
     return StateProblem(
         heads, k, v, None if t.initial_state is None else t.initial_state.stride(), strides_of_new(states), rows,
         states[0], scale, math.inf if exact else REACH, t.k.dtype == torch.float32,

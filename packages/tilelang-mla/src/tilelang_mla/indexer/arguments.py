@@ -20,7 +20,7 @@ from kernel_reference.checks import (
     known,
 )
 from kernel_reference.integers import cdiv
-from kernel_reference.plans import brief
+from kernel_reference.plans import check_covers
 from kernel_reference.ragged import read_integers
 from tilelang_mla.indexer.cache import check_index_cache
 from tilelang_mla.indexer.plan import (
@@ -102,8 +102,7 @@ def check_scores(tensors: ScoresTensors, options: ScoresOptions) -> tuple[IndexP
         block_table.shape[1] * k_cache.shape[1], out.shape[-1], options.clean_logits,
     )  # fmt: skip
     plan = IndexPlan.from_ints(options.plan)
-    if plan is not None and not plan.covers(problem):
-        fail("plan", f"one made for {brief(problem)}", plan)
+    check_covers(plan, problem)
     return problem, plan
 
 

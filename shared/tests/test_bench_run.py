@@ -500,13 +500,18 @@ def test_all_cores_compile_first_where_so_many_processes_share_the_cases_and_cal
     assert (tmp_path / "called").read_text().endswith(" 256 512 peer 256 peer 512 ")
 
 
-def test_compiling_may_be_all_that_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_may_be_all_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     left: list[float] = []
     monkeypatch.setattr(run, "run_together", lambda *_, until: left.append(until - time.monotonic()))
     given = [written(tmp_path, CASES.replace("FACTOR", "2")), "--out", str(tmp_path / "out"), "--processes", "2"]
     assert run.main([*given, "--compile-only", "--within", "3600"], bench=FakeBench()) == 0
     assert [round(seconds, -2) for seconds in left] == [3600]
     assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        run.main([*given[:-2], "--compile-only"], bench=FakeBench())
+    assert "--compile-only must be given with --processes N" in capsys.readouterr().err
 
 
 def test_no_case_begins_after_the_seconds_given_and_those_before_are_recorded(

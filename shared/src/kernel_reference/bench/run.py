@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from kernel_reference.bench import machine, roofs
-from kernel_reference.bench.case import Case
+from kernel_reference.bench.case import Call, Case
 from kernel_reference.bench.compare import only, report
 from kernel_reference.bench.measure import Stamp, measure
 from kernel_reference.bench.processes import run_together
@@ -143,6 +143,8 @@ def main(arguments: Sequence[str] | None = None, *, bench: Bench | None = None) 
     # Of what --processes starts: which cases, as I/N.
     parser.add_argument("--share", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    if chosen.compile_only and not chosen.processes:
+        parser.error("--compile-only must be given with --processes N, in which to compile")
     try:
         # Read before measuring: device time is not spent to learn that a file name was wrong.
         old = _read_old(chosen.compare) if chosen.compare else None
@@ -223,12 +225,22 @@ def _call_once(cases: Sequence[Case], bench: Bench) -> int:
         for case in cases:
             with suppress(Exception):
                 inputs = case.make_inputs()
-                for call in case.peers.values() if of_peers else case.ours.values():
+                for call in _calls_of(case, of_peers):
                     with suppress(Exception):
-                        (call() if of_peers else call)(inputs)
+                        call(inputs)
                 del inputs
             bench.tidy()
     return 0
+
+
+def _calls_of(case: Case, of_peers: bool) -> Iterator[Call]:
+    """Ours of a case, or its peers that can be imported."""
+    if not of_peers:
+        yield from case.ours.values()
+        return
+    for import_peer in case.peers.values():
+        with suppress(Exception):
+            yield import_peer()
 
 
 def _outcome(records: Iterable[Record]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Barrier, Lock
 from types import SimpleNamespace
 from typing import Any
@@ -159,9 +160,9 @@ def test_a_kernel_is_lowered_with_the_earlier_solver_and_linked_once(launch, z3,
         solvers.append(z3.get_param(SOLVER))
         return bytearray(b"no GPU's code")
 
-    def create_shared(output: str, *given: Any, **named: Any) -> None:
-        linked.append(output)
-        link(output, *given, **named)
+    def create_shared(output: str, files: list[str], *given: Any, **named: Any) -> None:
+        linked.append(sorted(file.rpartition(".")[2] for file in files))
+        link(output, files, *given, **named)
 
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(nvcc, "compile_cuda", text_compiled)
@@ -171,4 +172,31 @@ def test_a_kernel_is_lowered_with_the_earlier_solver_and_linked_once(launch, z3,
     assert launch.executable_of(compiled)["main"] is not None
     assert solvers == ["2"]
     assert z3.get_param(SOLVER) == "5"
-    assert len(linked) == 1
+    # What the assembler reads takes it no time.
+    assert linked == [["c", "s"]]
+    [library] = tmp_path.rglob("executable.so")
+    assert b"no GPU's code" in library.read_bytes()
+
+
+def test_tvm_links_as_before_when_the_last_kernel_is_linked(launch) -> None:
+    from tvm.runtime import Executable
+
+    before = Executable.export_library
+    first, second = launch.quick_links(), launch.quick_links()
+    for begin in (first, second):
+        begin.__enter__()
+        assert Executable.export_library is not before
+    first.__exit__(None, None, None)
+    assert Executable.export_library is not before
+    second.__exit__(None, None, None)
+    assert Executable.export_library is before
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_code_that_is_written_down_in_another_way_is_linked_as_it_is(launch, tmp_path, size) -> None:
+    from tilelang_mla.kernels.build import packed
+
+    text = f"extern const unsigned char code[];\nconst unsigned char code[{size}] = {{\n  0x0a,0xff,\n  0x00,\n}};\n"
+    own = Path(packed(text, str(tmp_path)))
+    assert own.suffix == (".s" if size == 3 else ".c")
+    assert (tmp_path / "devc.bin").read_bytes() == b"\x0a\xff\x00" if size == 3 else own.read_text() == text

@@ -22,7 +22,7 @@ from kernel_reference.launching import device_properties, launch_nothing, on_dev
 from tilelang_mla.arguments import Decode8bitTensors, DecodeTensors, MergeTensors, PrefillTensors
 from tilelang_mla.caches import views_of
 from tilelang_mla.forms import LINE, form_of, is_addressed, packed_form
-from tilelang_mla.kernels.build import executable_of, quick_proofs, side_by_side
+from tilelang_mla.kernels.build import executable_of, quick_links, quick_proofs, side_by_side
 from tilelang_mla.kernels.cuda import text_of
 from tilelang_mla.kernels.passes import fewer_passes
 from tilelang_mla.plan import (
@@ -78,7 +78,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 def compiled(name: str, **constants: Any) -> Any:
     """A compiled kernel, from TileLang's cache if it is there; it takes seconds otherwise."""
     text = text_of(name, **constants)
-    with quick_proofs(), fewer_passes(name):
+    with quick_proofs(), quick_links(), fewer_passes(name):
         # The cython backend would let all kernels of a stream overlap, not only those that wait for each other.
         return tilelang.compile(text, target=TARGET, execution_backend="tvm_ffi", pass_configs=PASS_CONFIGS)
 

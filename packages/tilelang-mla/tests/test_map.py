@@ -23,3 +23,16 @@ def test_every_point_of_the_maps_is_a_case_and_the_smallest_are_right() -> None:
 def test_every_figure_that_is_quoted_is_of_a_case_of_the_benchmark() -> None:
     every = {case.name for case in load_cases(MAP.with_name("cases.py"), DryBench.device)}
     assert len(every & set(rehearse_cases(SPOTS, judged=0))) == 17
+
+
+@pytest.mark.skipif(not MAP.is_file(), reason="an sdist has no benchmarks")
+def test_peers_that_are_a_file_beside_the_cases_are_found_when_their_turn_comes() -> None:
+    pytest.importorskip("triton")
+    rows = [
+        peer
+        for case in load_cases(MAP.with_name("cases.py"), DryBench.device)
+        for name, peer in case.peers.items()
+        if name.endswith("alone")
+    ]
+    assert len(rows) == 18
+    assert all(callable(peer()) for peer in rows)

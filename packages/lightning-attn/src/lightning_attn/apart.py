@@ -5,16 +5,13 @@ Only the device knows which of a batch with as many rows as sequences have one: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from kernel_reference.integers import cdiv
 from kernel_reference.launching import Launch
 from lightning_attn.kernels.schedule import Sizes, Strides
 from lightning_attn.plan import PrefillPlan, PrefillProblem
-
-Prefill = Callable[..., None]
+from lightning_attn.tensors import MainPrefill, Prefill
 
 # Programs of a prefill that goes round the segments of other sequences than of one token: as many as 132 SMs hold at
 # once, two each, in float32 one. On an H200, 64 sequences of two tokens and as many of none, 64 heads of 128, us by
@@ -38,8 +35,8 @@ def programs_besides(plan: PrefillPlan, segments: int) -> int:
 
 
 def behind_tokens(
-    prefill: Prefill, problem: PrefillProblem, sizes: Sizes, strides: Strides, device: torch.device
-) -> Prefill:
+    prefill: MainPrefill, problem: PrefillProblem, sizes: Sizes, strides: Strides, device: torch.device
+) -> MainPrefill:
     """The prefill behind the launch of tokens, where there is one."""
     if problem.rows != problem.sequences:
         return prefill
@@ -51,8 +48,8 @@ def behind_tokens(
     rest = (problem.rows, problem.sequences, problem.num_slots, problem.scale, strides._replace(carried=None), sizes)
     tokens = Launch(hopper_apart.tokens, grid, rest, device, num_warps=sizes.WARPS, dependent_launch=True)
 
-    def run(q, k, v, o, slopes, cu, slots, has, first, last, *more):  # type: ignore[no-untyped-def]
-        tokens(q, k, v, o, slopes, cu, slots, has, first, last)
-        prefill(q, k, v, o, slopes, cu, slots, has, first, last, *more)
+    def run(t: Prefill, between: torch.Tensor | None = None) -> None:
+        tokens(t.q, t.k, t.v, t.out, t.slopes, t.cu_seqlens, t.slots, t.has_initial, t.initial, t.final)
+        prefill(t, between)
 
     return run

@@ -12,6 +12,7 @@ from lightning_attn.fitting import takes_tokens
 from lightning_attn.kernels.hopper_groups import Operands
 from lightning_attn.kernels.schedule import Strides
 from lightning_attn.plan import Operand, PrefillPlan, PrefillProblem
+from lightning_attn.tensors import Prefill
 
 Given = tuple[torch.Tensor | None, ...]
 
@@ -23,7 +24,7 @@ class Boxed(NamedTuple):
 
     boxes: list[TmaBox]
     strides: Strides
-    given: Callable[..., Given]
+    given: Callable[[Prefill], Given]
     group: Callable[..., tuple[Any, ...]] | None
 
 
@@ -43,11 +44,12 @@ def prefill_boxes(problem: PrefillProblem, plan: PrefillPlan, strides: Strides) 
     if not by_pointer:
         strides = strides._replace(v=None) if is_copied else strides._replace(q=None, k=None, v=None)
 
-    def given(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor) -> Given:
+    def given(t: Prefill) -> Given:
+        q, k, v, out = t[:4]
         last: Given = (q, k) if is_half else (None, None) if plan.roles else ()
         rows = (q, k, v) if by_pointer else (q, k, None) if is_copied else (None, None, None)
-        # o travels as a pointer too: the rows of a last, short chunk are stored one by one.
-        return (q, k, v, o, *last, *rows, o)
+        # out travels as a pointer too: the rows of a last, short chunk are stored one by one.
+        return (q, k, v, out, *last, *rows, out)
 
     group = None
     if plan.roles:

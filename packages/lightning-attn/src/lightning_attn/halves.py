@@ -18,9 +18,9 @@ from kernel_reference.integers import cdiv
 from kernel_reference.launching import Launch
 from lightning_attn.kernels.schedule import Sizes
 from lightning_attn.plan import Operand, PrefillPlan, PrefillProblem, Strides
+from lightning_attn.tensors import MainPrefill, Prefill
 
 Tensor = torch.Tensor
-Prefill = Callable[..., None]
 
 # As many as the kernel's registers hold.
 MOST_ROWS = 128
@@ -32,7 +32,9 @@ def are_beside(problem: PrefillProblem, plan: PrefillPlan) -> bool:
     return is_larger and plan.segment > 0 and not (problem.ragged or problem.is_gradient)
 
 
-def in_turn(problem: PrefillProblem, make: Callable[[PrefillProblem], Prefill]) -> Prefill:
+def in_turn(
+    problem: PrefillProblem, make: Callable[[PrefillProblem], Callable[[Prefill], None]]
+) -> Callable[[Prefill], None]:
     """What runs a prefill, of what ``make`` makes for a problem of fewer rows."""
     rows = problem.heads.head_qk
     # Those of q and k stay aligned to 16 bytes.
@@ -42,10 +44,9 @@ def in_turn(problem: PrefillProblem, make: Callable[[PrefillProblem], Prefill]) 
         (slice(half, rows), make(_of_rows(problem, rows - half, 2))),
     )
 
-    def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
+    def run(t: Prefill) -> None:
         for part, prefill in halves:
-            own = (_states_of(problem, part, *of) for of in ((first, problem.initial), (last, problem.final)))
-            prefill(q[..., part], k[..., part], v, o, slopes, cu, slots, has, *own, positions, targets)
+            prefill(_of_part(problem, t, part))
 
     return run
 
@@ -53,7 +54,7 @@ def in_turn(problem: PrefillProblem, make: Callable[[PrefillProblem], Prefill]) 
 def beside(
     problem: PrefillProblem, kernel: Any, grid: tuple[int, int, int], rest: tuple[Any, ...], sizes: Sizes,
     device: torch.device,
-) -> Callable[..., None]:  # fmt: skip
+) -> MainPrefill:  # fmt: skip
     """What runs the kernel twice for segments whose states are there. ``rest``: its arguments but the sizes, which are
     of a whole state.
     """
@@ -67,14 +68,25 @@ def beside(
         ),
     )
 
-    def run(q, k, v, o, slopes, cu, slots, has, first, last, between, *more):  # type: ignore[no-untyped-def]
-        o.zero_()
+    def run(t: Prefill, between: Tensor | None = None) -> None:
+        t.out.zero_()
         for part, launch in launches:
-            own = (_states_of(problem, part, *of) for of in ((first, problem.initial), (last, problem.final)))
+            own = _of_part(problem, t, part)
             carried = None if between is None else between[..., part]
-            launch(q[..., part], k[..., part], v, o, slopes, cu, slots, has, *own, carried, *more)
+            launch(
+                own.q, own.k, own.v, own.out, own.slopes, own.cu_seqlens, own.slots, own.has_initial, own.initial,
+                own.final, carried, own.positions, own.snapshot_slots,
+            )  # fmt: skip
 
     return run
+
+
+def _of_part(problem: PrefillProblem, t: Prefill, rows: slice) -> Prefill:
+    """What a prefill of these rows of the state reads and writes."""
+    initial = _states_of(problem, rows, t.initial, problem.initial)
+    final = _states_of(problem, rows, t.final, problem.final)
+    # All but these are the same. With _replace each call would take a microsecond more.
+    return Prefill(t.q[..., rows], t.k[..., rows], t.v, t.out, t.slopes, initial, final, *t[7:])
 
 
 def _states_of(problem: PrefillProblem, rows: slice, states: Tensor | None, strides: Strides | None) -> Tensor | None:

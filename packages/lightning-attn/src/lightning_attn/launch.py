@@ -21,7 +21,6 @@ from kernel_reference.lasting import Counters
 from kernel_reference.launching import (
     Launch,
     TmaLaunch,
-    by_alignment,
     device_properties,
     has_gluon,
     launch_nothing,
@@ -43,7 +42,7 @@ from lightning_attn.plan import (
     plan_decode,
     unsegmented,
 )
-from lightning_attn.tensors import Attention, Commit, Decode, Varlen
+from lightning_attn.tensors import Attention, Commit, Decode, MainPrefill, Prefill, Varlen
 
 Tensor = torch.Tensor
 
@@ -80,7 +79,7 @@ def prepare_attention(
     prefill = prepare_prefill(problem, plan, tensors.q.device)
 
     def run(t: Attention) -> None:
-        prefill(t.q, t.k, t.v, t.out, t.ed, None, None, None, t.kv_history, t.kv, None, None)
+        prefill(Prefill(t.q, t.k, t.v, t.out, t.ed, t.kv_history, t.kv))
 
     return compiled_together(run, tensors.q.device)
 
@@ -93,10 +92,10 @@ def prepare_varlen(problem: PrefillProblem, plan: PrefillPlan | None, tensors: V
     reads, snapshots = problem.initial is not None, problem.snapshots > 0
 
     def run(t: Varlen) -> None:
-        prefill(
-            t.q, t.k, t.v, t.out, t.slopes, t.cu_seqlens, t.slots, t.has_initial_state, t.state_pool if reads else None,
-            t.state_pool, t.positions if snapshots else None, t.snapshot_slots if snapshots else None,
-        )  # fmt: skip
+        prefill(Prefill(
+            t.q, t.k, t.v, t.out, t.slopes, t.state_pool if reads else None, t.state_pool, t.cu_seqlens, t.slots,
+            t.has_initial_state, t.positions if snapshots else None, t.snapshot_slots if snapshots else None,
+        ))  # fmt: skip
 
     return compiled_together(run, tensors.q.device)
 
@@ -115,19 +114,23 @@ def prepare_commit(problem: DecodeProblem, plan: DecodePlan | None, tensors: Com
 
 def prepare_prefill(
     problem: PrefillProblem, plan: PrefillPlan | None, device: torch.device, whole: bool = False
-) -> Callable[..., None]:
-    """What runs a prefill, called by position with q, k, v, o, slopes, cu_seqlens, slots, has_initial, initial, final,
-    positions and snapshot slots.
+) -> Callable[[Prefill], None]:
+    """What runs a prefill.
 
     ``whole``: a program takes a whole sequence. Two plans are kept: slices of fused tensors may come 16-byte aligned
     or not.
     """
+    # As launching.by_alignment has it, of a group.
+    made: dict[bool, Callable[[Prefill], None]] = {}
 
-    def make(aligned: bool) -> Callable[..., None]:
-        found = _plan_prefill(problem, plan, aligned, device)
-        return _make_prefill(problem, unsegmented(found) if whole else found, device)
+    def run(t: Prefill) -> None:
+        aligned = not (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr() | t.out.data_ptr()) & 15
+        if aligned not in made:
+            found = _plan_prefill(problem, plan, aligned, device)
+            made[aligned] = _make_prefill(problem, unsegmented(found) if whole else found, device)
+        made[aligned](t)
 
-    return by_alignment(make, slice(0, 4))
+    return run
 
 
 def _plan_prefill(
@@ -143,7 +146,7 @@ def _plan_prefill(
     return fitted_prefill(problem, device_limits(device), suits_tma)
 
 
-def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[..., None]:
+def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.device) -> Callable[[Prefill], None]:
     is_beside = are_beside(problem, plan)
     if not is_beside and plan.hopper and plan.bf16x6 and problem.heads.head_qk > MOST_ROWS:
         return in_turn(problem, lambda half: _make_prefill(half, plan, device))
@@ -152,7 +155,11 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
     rest = (problem.rows, problem.sequences, problem.num_slots, problem.snapshots, problem.scale)
     if plan.chunk == 1:
         arguments = (*rest, strides._replace(carried=None), sizes)
-        return Launch(recurrent.prefill, grid, arguments, device, num_warps=plan.num_warps)
+        by_token = Launch(recurrent.prefill, grid, arguments, device, num_warps=plan.num_warps)
+        return lambda t: by_token(
+            t.q, t.k, t.v, t.out, t.slopes, t.cu_seqlens, t.slots, t.has_initial, t.initial, t.final, t.positions,
+            t.snapshot_slots,
+        )  # fmt: skip
     if plan.roles and plan.segment and not problem.ragged:
         sizes = sizes._replace(PART=plan.part or plan.segment, SUMMED=_most_summed(problem.heads))
     is_apart = plan.apart and takes_tokens(problem)
@@ -162,7 +169,7 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
         sizes = sizes._replace(LONG=plan.long)
         more = programs_besides(plan, _segments(problem, plan))
         grid = (grid[0] + cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * more, 1, 1)
-    main: Callable[..., None]
+    main: MainPrefill
     if plan.hopper and plan.bf16x6:
         from lightning_attn.kernels import hopper_float32
 
@@ -171,25 +178,28 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
         if is_beside:
             main = beside(problem, hopper_float32.prefill, grid, (*rest, strides), sizes, device)
         else:
-            main = Launch(
+            main = _whole(Launch(
                 hopper_float32.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps,
                 dependent_launch=sizes.APART,
-            )  # fmt: skip
+            ))  # fmt: skip
     elif plan.hopper:
         main = _hopper_launch(problem, plan, grid, rest, strides, sizes, device)
     else:
-        main = Launch(
+        main = _whole(Launch(
             chunked.prefill, grid, (*rest, strides, sizes), device, num_warps=plan.num_warps, num_stages=plan.num_stages
-        )  # fmt: skip
+        ))  # fmt: skip
     if is_apart:
         main = behind_tokens(main, problem, sizes, strides, device)
-    finish = _finish_launch(problem, sizes, strides, device) if problem.snapshots else launch_nothing
-    if plan.segment and not plan.chained:
-        return _with_segments(problem, plan, sizes, device, main, finish)
+    made = _with_segments(problem, plan, sizes, device, main) if plan.segment and not plan.chained else main
+    return _with_snapshots(made, problem, sizes, strides, device) if problem.snapshots else made
 
-    def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
-        main(q, k, v, o, slopes, cu, slots, has, first, last, None, positions, targets)
-        finish(k, v, slopes, cu, slots, last, positions, targets)
+
+def _whole(launch: Launch) -> MainPrefill:
+    def run(t: Prefill, between: Tensor | None = None) -> None:
+        launch(
+            t.q, t.k, t.v, t.out, t.slopes, t.cu_seqlens, t.slots, t.has_initial, t.initial, t.final, between,
+            t.positions, t.snapshot_slots,
+        )  # fmt: skip
 
     return run
 
@@ -197,7 +207,7 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
 def _hopper_launch(
     problem: PrefillProblem, plan: PrefillPlan, grid: tuple[int, int, int], counts: tuple[Any, ...], strides: Strides,
     sizes: Sizes, device: torch.device,
-) -> Callable[..., None]:  # fmt: skip
+) -> MainPrefill:  # fmt: skip
     if plan.roles:
         from lightning_attn.kernels import hopper_roles
 
@@ -216,15 +226,20 @@ def _hopper_launch(
     new_states = _workspace((2 * chains, sizes.H, sizes.E, _carried_rows(sizes.D)), device)
     tiles = chains * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
     of_pool = problem.num_slots * sizes.H * cdiv(sizes.E, sizes.BLOCK_E)
+    no_turns: tuple[Tensor | None, ...] = () if plan.roles else (None,)
+    is_chained, may_be_long = plan.chained, sizes.LONG > 0
 
-    def run(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets):  # type: ignore[no-untyped-def]
-        turns: tuple[Tensor | None, ...] = () if plan.roles else (None,)
-        if plan.chained:
+    def run(t: Prefill, between: Tensor | None = None) -> None:
+        turns = no_turns
+        if is_chained:
             between = new_states()
             turns = (torch.zeros(tiles, dtype=torch.int32, device=device),)
-        elif sizes.LONG and slots is not None:
-            turns = (counters.of(last, of_pool),)
-        launch(*given(q, k, v, o), slopes, cu, slots, has, first, last, between, *turns, positions, targets)
+        elif may_be_long and t.slots is not None:
+            turns = (counters.of(t.final, of_pool),)
+        launch(
+            *given(t), t.slopes, t.cu_seqlens, t.slots, t.has_initial, t.initial, t.final, between, *turns,
+            t.positions, t.snapshot_slots,
+        )  # fmt: skip
 
     return run
 
@@ -240,9 +255,8 @@ def _most_summed(heads: Heads) -> int:
 
 
 def _with_segments(
-    problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, device: torch.device, main: Callable[..., None],
-    finish: Callable[..., None],
-) -> Callable[..., None]:  # fmt: skip
+    problem: PrefillProblem, plan: PrefillPlan, sizes: Sizes, device: torch.device, main: MainPrefill
+) -> Callable[[Prefill], None]:
     """Segments in parallel, after the one or two launches that make the states between them."""
     strides, segment, most_summed = _strides(problem), plan.segment, sizes.SUMMED
     sizes = sizes._replace(SUMMED=0, SHARED=False, APART=False, LONG=0, IN_TURN=0)
@@ -267,17 +281,16 @@ def _with_segments(
     new_own = new_states if part == segment else _workspace((segment // part, *size), device)
     is_carried = states > most_summed * chains
 
-    def run(q, k, v, o, slopes, cu, slots, has, first, last, positions, targets):  # type: ignore[no-untyped-def]
-        between = new_own()
+    def run(t: Prefill) -> None:
+        between, slopes, cu, slots = new_own(), t.slopes, t.cu_seqlens, t.slots
         if states:
-            own(k, v, slopes, cu, slots, between)
+            own(t.k, t.v, slopes, cu, slots, between)
         if is_carried:
             of_parts = between
             if part < segment:
                 between = new_states()
-            carry(slopes, cu, slots, has, first, of_parts, between)
-        main(q, k, v, o, slopes, cu, slots, has, first, last, between, positions, targets)
-        finish(k, v, slopes, cu, slots, last, positions, targets)
+            carry(slopes, cu, slots, t.has_initial, t.initial, of_parts, between)
+        main(t, between)
 
     return run
 
@@ -316,14 +329,22 @@ def _own_states_launch(
     return Launch(kernel, (tiles, 1, 1), rest, device, num_warps=plan.num_warps, num_stages=stages)
 
 
-def _finish_launch(problem: PrefillProblem, sizes: Sizes, strides: Strides, device: torch.device) -> Launch:
-    """What advances snapshots from whole chunks to their positions."""
+def _with_snapshots(
+    prefill: Callable[[Prefill], None], problem: PrefillProblem, sizes: Sizes, strides: Strides, device: torch.device
+) -> Callable[[Prefill], None]:
+    """The prefill, and then what advances snapshots from whole chunks to their positions."""
     block_d = max(16, power_of_two_at_least(sizes.D))
     grid = (cdiv(sizes.E, 64) * sizes.H * problem.sequences * problem.snapshots, 1, 1)
     sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1, IN_TURN=0, WARPS=4)
     of_tokens = DecodeStrides(k=strides.k, v=strides.v, pool=strides.final)
     rest = (problem.rows, problem.num_slots, problem.snapshots, of_tokens, sizes)
-    return Launch(recurrent.finish_snapshots, grid, rest, device, num_warps=8)
+    finish = Launch(recurrent.finish_snapshots, grid, rest, device, num_warps=8)
+
+    def run(t: Prefill) -> None:
+        prefill(t)
+        finish(t.k, t.v, t.slopes, t.cu_seqlens, t.slots, t.final, t.positions, t.snapshot_slots)
+
+    return run
 
 
 def _prepare_tokens(problem: DecodeProblem, plan: DecodePlan | None, device: torch.device) -> Callable[..., None]:

@@ -222,11 +222,11 @@ def _kernel_attention_backward(*given: Any) -> tuple[Tensor, ...]:
 
 def _kernel_packed(*given: Any) -> tuple[Tensor, Tensor]:
     (new_out, new_final), run = launches.find(_prepare_packed, given[:6], given[6:])
-    q, slopes, cu_seqlens = given[0], given[3], given[4]
+    q, k, v, slopes, cu_seqlens, initial_state = given[:6]
     if values_are_checked(q.device):
         packed_arguments.check_packed_values(slopes, cu_seqlens, "q", q.shape[0])
     out, final = new_out(), new_final()
-    run(Packed(*given[:6])._replace(out=out, final_state=final))
+    run(Packed(q, k, v, slopes, cu_seqlens, initial_state, out, final))
     return out, final
 
 
@@ -247,21 +247,22 @@ def _asked_for(gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
 
 def _kernel_state(*given: Any) -> Tensor:
     allocate, run = launches.find(_prepare_state, given[:5], given[5:])
-    k, _, slopes, cu_seqlens = given[:4]
+    k, v, slopes, cu_seqlens, initial_state = given[:5]
     if values_are_checked(k.device):
         if cu_seqlens is None:
             arguments.check_rates("slopes", slopes)
         else:
             packed_arguments.check_packed_values(slopes, cu_seqlens, "k", k.shape[0])
     final: Tensor = allocate()
-    run(State(*given[:5])._replace(final_state=final))
+    run(State(k, v, slopes, cu_seqlens, initial_state, final))
     return final
 
 
 def _kernel_varlen(*given: Any) -> None:
-    t = Varlen(*given[:11])
-    refuse_overlap, run = launches.find(_prepare_varlen, t, given[11:])
-    refuse_overlap(*t)
+    tensors = given[:11]
+    refuse_overlap, run = launches.find(_prepare_varlen, tensors, given[11:])
+    refuse_overlap(*tensors)
+    t = Varlen(*tensors)
     if values_are_checked(t.q.device):
         arguments.check_varlen_values(t)
     run(t)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -55,6 +55,33 @@ class Varlen(NamedTuple):
     positions: Tensor | None
     snapshot_slots: Tensor | None
     out: Tensor
+
+
+class Prefill(NamedTuple):
+    """What one prefill reads and writes, whatever op it is of.
+
+    ``initial`` and ``final``: states before and after, of a pool the same one, by ``slots``. Last are snapshots.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    # None until it is allocated.
+    out: Any
+    slopes: Tensor
+    initial: Tensor | None = None
+    final: Any = None
+    cu_seqlens: Tensor | None = None
+    slots: Tensor | None = None
+    has_initial: Tensor | None = None
+    positions: Tensor | None = None
+    snapshot_slots: Tensor | None = None
+
+
+class MainPrefill(Protocol):
+    """What runs the launch of a prefill that makes its outputs, of segments with the states ``between`` them."""
+
+    def __call__(self, t: Prefill, between: Tensor | None = None) -> None: ...
 
 
 class Decode(NamedTuple):

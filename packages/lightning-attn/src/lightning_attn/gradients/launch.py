@@ -14,9 +14,7 @@ from lightning_attn import launch
 from lightning_attn.gradients.plan import groups_at_once, suits_wide, wide_plan
 from lightning_attn.launch import keep_state, prepare_prefill
 from lightning_attn.plan import BackwardProblem, Operand, PrefillPlan, PrefillProblem, fitted
-from lightning_attn.tensors import AttentionBackward
-
-Prefill = Callable[..., None]
+from lightning_attn.tensors import AttentionBackward, Prefill
 
 
 def prepare_attention_backward(
@@ -35,7 +33,7 @@ def prepare_attention_backward(
     of_keys = _at_once(problem, groups, device) if groups else _in_turn(problem, plan, other, device)
 
     def run(t: AttentionBackward) -> None:
-        prefill_dq(t.d_out, t.v, t.k, t.d_q, t.ed, None, None, None, t.kv_history, None, None, None)
+        prefill_dq(Prefill(t.d_out, t.v, t.k, t.d_q, t.ed, t.kv_history))
         of_keys(t)
 
     return compiled_together(run, device)
@@ -86,12 +84,12 @@ def _at_once(problem: BackwardProblem, groups: int, device: torch.device) -> Cal
     return on_device(device, run)
 
 
-def _make_dk(prefill: Prefill, t: AttentionBackward) -> None:
-    prefill(t.v, t.d_out, t.q, t.d_k, t.ed, None, None, None, t.d_kv, None, None, None)
+def _make_dk(prefill: Callable[[Prefill], None], t: AttentionBackward) -> None:
+    prefill(Prefill(t.v, t.d_out, t.q, t.d_k, t.ed, t.d_kv))
 
 
-def _make_dv(prefill: Prefill, t: AttentionBackward) -> None:
-    prefill(t.k, t.q, t.d_out, t.d_v, t.ed, None, None, None, t.d_kv, t.d_history, None, None)
+def _make_dv(prefill: Callable[[Prefill], None], t: AttentionBackward) -> None:
+    prefill(Prefill(t.k, t.q, t.d_out, t.d_v, t.ed, t.d_kv, t.d_history))
 
 
 @lru_cache(maxsize=64)

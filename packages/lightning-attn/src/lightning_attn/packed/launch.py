@@ -27,7 +27,7 @@ from lightning_attn.plan import (
     Strides,
     fitted,
 )
-from lightning_attn.tensors import Packed, PackedBackward, State
+from lightning_attn.tensors import Packed, PackedBackward, Prefill, State
 
 Tensor = torch.Tensor
 
@@ -45,9 +45,7 @@ def prepare_packed(problem: PrefillProblem, plan: PrefillPlan | None, tensors: P
     prefill, keep = prepare_prefill(problem, plan, device), _keep_launch(problem, device)
 
     def run(t: Packed) -> None:
-        prefill(
-            t.q, t.k, t.v, t.out, t.slopes, t.cu_seqlens, None, None, t.initial_state, t.final_state, None, None
-        )  # fmt: skip
+        prefill(Prefill(t.q, t.k, t.v, t.out, t.slopes, t.initial_state, t.final_state, t.cu_seqlens))
         keep(t.cu_seqlens, t.initial_state, t.final_state)
 
     return compiled_together(run, device)
@@ -70,9 +68,9 @@ def prepare_packed_backward(
 
     def run(t: PackedBackward) -> None:
         cu = t.cu_seqlens
-        prefill_dq(t.d_out, t.v, t.k, t.d_q, t.slopes, cu, None, None, t.initial_state, None, None, None)
-        prefill_dk(t.v, t.d_out, t.q, t.d_k, t.slopes, cu, None, None, t.d_final, None, None, None)
-        prefill_dv(t.k, t.q, t.d_out, t.d_v, t.slopes, cu, None, None, t.d_final, t.d_initial, None, None)
+        prefill_dq(Prefill(t.d_out, t.v, t.k, t.d_q, t.slopes, t.initial_state, None, cu))
+        prefill_dk(Prefill(t.v, t.d_out, t.q, t.d_k, t.slopes, t.d_final, None, cu))
+        prefill_dv(Prefill(t.k, t.q, t.d_out, t.d_v, t.slopes, t.d_final, t.d_initial, cu))
         if problem.dv.final is not None:
             keep(cu, t.d_final, t.d_initial)
 

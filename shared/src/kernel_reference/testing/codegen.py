@@ -123,6 +123,8 @@ def _tail(place: Path) -> str:
 def _serve(place: str) -> None:
     """Run in the child: compile the jobs of this folder and leave the reports there."""
     jobs, keep_code = pickle.loads((Path(place) / "jobs").read_bytes())
+    # Which no report is read from; with it LLVM and ptxas take 5 % longer.
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     compiled = [_compile(spec, target) for spec, target in jobs]
     sass = {} if keep_code else _disassembled(compiled, [target for _, target in jobs])
     reports = []

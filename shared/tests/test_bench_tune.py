@@ -116,14 +116,21 @@ def test_a_plan_in_use_that_is_the_best_stays(clock: FakeClock) -> None:
     assert search(Fake(clock, used=Plan(64, 8, 3), searches=[(Plan(), [changes(warps=(2, 4))])]))[1] == Plan(64, 8, 3)
 
 
+def caused(error: Exception) -> ValueError:
+    refusal = ValueError("plan must be one that fits")
+    refusal.__context__ = error
+    return refusal
+
+
 @pytest.mark.parametrize(
     ("raised", "why"),
     [
         (ValueError("plan must be such that it covers"), "refused: it does not cover the problem"),
         (RuntimeError("no\n kernel"), "fails: RuntimeError: no kernel"),
         (type("OutOfResources", (Exception,), {})("shared memory, too little"), "does not fit: shared memory"),
+        (caused(type("OutOfResources", (Exception,), {})("threads, too few")), "does not fit: threads"),
     ],
-    ids=["refused", "fails", "too large"],
+    ids=["refused", "fails", "too large", "too large, by a launch"],
 )
 def test_plans_that_fail_are_left_out_with_their_reason(clock: FakeClock, raised: Exception, why: str) -> None:
     fake = Fake(clock)

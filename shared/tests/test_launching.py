@@ -76,6 +76,25 @@ def test_from_the_second_call_on_pointers_alone_are_passed_and_unaligned_ones_go
         assert options == ({"num_warps": 4} if way == "whole" else {})
 
 
+@pytest.mark.parametrize(("name", "what"), [("shared memory", "bytes of shared memory"), ("threads", "threads")])
+def test_what_a_gpu_has_too_little_of_is_an_error_of_the_plan_each_time(name: str, what: str) -> None:
+    """Triton raises it once it has compiled the kernel."""
+
+    class OutOfResources(Exception):
+        required, limit = 262144, 232448
+
+    OutOfResources.name = name
+
+    def start() -> None:
+        raise OutOfResources
+
+    made = Launch(Compiled(start), (3, 1, 1), (), CPU, num_warps=4)
+    wanted = f"plan must be one whose kernels need 232448 {what} at most, .*, got one that needs 262144 in a kernel$"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=wanted):
+            made(aligned())
+
+
 def test_what_compiles_to_nothing_as_in_the_interpreter_is_always_handed_tensors() -> None:
     seen: list[Any] = []
 

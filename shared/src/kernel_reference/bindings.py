@@ -12,12 +12,31 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernel_reference.errors import fail
 from kernel_reference.starting import Starter, find_starter
 
 # More than any process compiles; past them all are forgotten and bound once more.
 _MOST = 4096
 # The kernel is kept, so that its number stays its own.
 _found: dict[Hashable, tuple[Any, Compiled | None]] = {}
+# Of what a GPU has too little, by Triton's name for it.
+_COUNTED = {"shared memory": "bytes of shared memory", "tensor memory": "columns of tensor memory"}
+
+
+def bind(kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Triton's own way to start a kernel, which compiles what is not compiled, and returns that.
+
+    ValueError names ``plan`` where a program would need more than the GPU has: only the compiler knows how much.
+    """
+    try:
+        return kernel[grid](*arguments, **options)
+    except Exception as error:
+        if type(error).__name__ != "OutOfResources":
+            raise
+        required, limit, name = (getattr(error, field, "?") for field in ("required", "limit", "name"))
+        most = f"{limit} {_COUNTED.get(name, name)} at most"
+        wanted = f"one whose kernels need {most}, as of smaller blocks or with fewer stages or warps"
+        fail("plan", wanted, f"one that needs {required} in {getattr(kernel, '__name__', 'a kernel')}")
 
 
 def signature_of(

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from kernel_reference.bindings import Compiled, find_compiled, keep_compiled, signature_of
+from kernel_reference.bindings import Compiled, bind, find_compiled, keep_compiled, signature_of
 from kernel_reference.cache_keys import settle_keys
 from kernel_reference.devices import DeviceProperties as DeviceProperties
 from kernel_reference.devices import device_properties as device_properties
@@ -175,7 +175,7 @@ class Launch:
     def _bind(self, tensors: tuple[Tensor | None, ...], aligned: bool) -> None:
         """Triton's own way, which compiles what is not compiled."""
         _prepare_triton(self.kernel)
-        compiled = self.kernel[self.grid](*self._bound(tensors), **self.options)
+        compiled = bind(self.kernel, self.grid, self._bound(tensors), self.options)
         # The interpreter compiles nothing and returns None.
         if compiled is not None and aligned:
             self._kept.take(keep_compiled(self._kept.signature, self.kernel, compiled))

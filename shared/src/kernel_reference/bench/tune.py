@@ -209,8 +209,10 @@ class Search(Generic[Plan]):
 
 def _in_words(error: Exception) -> str:
     """Why a plan is left out, in a few words that are the same for the same reason."""
-    text = " ".join(str(error).split())
-    if type(error).__name__ == "OutOfResources":
+    # A launch makes an error of the plan of Triton's: see bindings.bind.
+    shortage = next((found for found in (error, error.__context__) if type(found).__name__ == "OutOfResources"), None)
+    text = " ".join(str(shortage or error).split())
+    if shortage is not None:
         return f"does not fit: {text.partition(',')[0]}"
     if isinstance(error, ValueError) and text.startswith("plan must be"):
         return "refused: it does not cover the problem"

@@ -39,7 +39,7 @@ from tilelang_mla.plan import (
     tiles_8bit,
     tiles_of_keys,
 )
-from tilelang_mla.sparse.tiles import sparse_prefill_tiles
+from tilelang_mla.sparse.tiles import sparse_prefill_tiles, tiles_of_few_lists
 
 pytestmark = pytest.mark.codegen
 
@@ -143,7 +143,7 @@ class OfKeys(NamedTuple):
         from tilelang_mla import launch
 
         if self.name == "decode_sparse":
-            return launch.sparse_constants(self.problem, self.tiles, self.dtype, self.joined)
+            return launch.sparse_constants(self.problem, self.tiles, self.dtype, "joined" if self.joined else "")
         return launch.decode_8bit_constants(self.problem, self.tiles, self.dtype)
 
 
@@ -168,7 +168,7 @@ class ByRows(NamedTuple):
     def constants(self) -> dict[str, Any]:
         from tilelang_mla import launch
 
-        return launch.sparse_constants(self.problem, self.tiles, self.dtype, self.joined)
+        return launch.sparse_constants(self.problem, self.tiles, self.dtype, "joined" if self.joined else "")
 
 
 class Prefill(NamedTuple):
@@ -671,8 +671,11 @@ def test_what_the_command_builds_is_what_calls_of_deepseek_ask_for(launch) -> No
         tiles = tiles_8bit(problem, decode_tiles(heads, 512, 64, 8192, H200), H200)
         assert ("decode_8bit", launch.decode_8bit_constants(problem, tiles, BF16)) in built
         if cache == "656":
-            for joined in {False, replace(tiles, num_splits=2, spare_parts=0).joins(problem)}:
-                assert ("decode_sparse", launch.sparse_constants(problem, tiles, BF16, joined)) in built
+            joins = replace(tiles, num_splits=2, spare_parts=0).joins(problem)
+            for known in ("", "even", *(["joined"] if joins else [])):
+                assert ("decode_sparse", launch.sparse_constants(problem, tiles, BF16, known)) in built
+            if few := tiles_of_few_lists(replace(problem, capacity=2048), H200):
+                assert ("decode_sparse", launch.sparse_constants(problem, few, BF16, "even")) in built
     for heads, tokens in ((128, 8192), (16, 512)):
         prompt = PrefillProblem(heads, heads, 192, 128, tokens, 1, tokens, tokens_k=8192)
         assert ("prefill", launch.prefill_constants(prompt, plan_prefill(prompt, H200), BF16)) in built

@@ -31,6 +31,7 @@ from tilelang_mla.plan import (
     plan_without_schedule,
     tiles_8bit,
 )
+from tilelang_mla.sparse.tiles import has_a_part_each, plan_of_lists, tiles_of_few_lists
 from tilelang_mla.waves import finds_long, get_splits
 
 H200 = DeviceLimits(132)
@@ -471,3 +472,34 @@ def test_lists_that_count_to_their_ends_have_equal_parts_that_run_at_once_where_
     assert [parts(128, 256), parts(64, 256), parts(128, 100), parts(64, 140)] == [1, 1, None, None]
     problem = DecodeProblem(16, 512, 64, 1, 3, 0, 64)
     assert plan_of_whole_lists(problem, H200)[0].covers(problem)
+
+
+@pytest.mark.parametrize("topk", [200, 512, 2048])
+def test_few_lists_of_records_have_tiles_of_16_rows_whose_parts_run_at_once(topk) -> None:
+    def few(heads: int, lists: int, cache: str = "656", cores: int = 132, counted: bool = False) -> bool:
+        problem = DecodeProblem(heads, 512, 64, 1, lists, topk, 64, cache=cache)
+        limits = DeviceLimits(cores)
+        tiles, shared = plan_of_lists(problem, limits, counted)
+        if tiles.block_m != 16 or heads <= 16:
+            others = (plan_without_schedule(problem, limits), True) if counted else plan_of_whole_lists(problem, limits)
+            assert (tiles, shared) == others
+            return False
+        assert (tiles, shared) == (tiles_of_few_lists(problem, limits), False)
+        assert tiles.covers(problem)
+        assert tiles.keys_are_rows(problem)
+        # Records are not widened by rows then, and parts are not those of pairs.
+        assert tiles_8bit(problem, tiles, limits) == tiles
+        assert not tiles.joins(problem)
+        programs = tiles.num_programs(problem, False, True, cores)
+        assert lists * tiles.num_splits * tiles.row_tiles(heads) == programs <= cores
+        assert has_a_part_each(tiles, problem, programs)
+        assert tiles.num_splits <= cdiv(topk, 128)
+        return True
+
+    assert all(few(heads, lists) for heads, lists in ((64, 1), (64, 4), (32, 8), (40, 2)))
+    assert all(few(heads, lists, counted=True) for heads, lists in ((64, 8), (128, 4), (32, 16)))
+    assert not any(few(heads, lists, counted=True) for heads, lists in ((64, 9), (128, 5), (32, 17)))
+    assert not any([few(64, 40), few(128, 20), few(128, 0), few(64, 4, ""), few(16, 4), few(128, 1, cores=4)])
+    # Pairs of tiles are quicker where blocks are many.
+    assert few(128, 16) == (topk <= 512)
+    assert not few(128, 4) or topk <= 512

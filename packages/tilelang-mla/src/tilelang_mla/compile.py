@@ -96,11 +96,12 @@ def wanted(
 
 
 def _of_lists(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Kernels over lists, of any parts and of two that their programs merge."""
+    """Kernels over lists: of any parts, of as many of each list, and of two that their programs merge."""
     from tilelang_mla.launch import sparse_constants
 
-    for joined in sorted({False, replace(tiles, num_splits=2, spare_parts=0).joins(problem)}):
-        yield "decode_sparse", sparse_constants(problem, tiles, dtype, joined)
+    joins = replace(tiles, num_splits=2, spare_parts=0).joins(problem)
+    for known in ("", "even", *(["joined"] if joins else [])):
+        yield "decode_sparse", sparse_constants(problem, tiles, dtype, known)
 
 
 def _tiles_8bit(dim_nope: int, dim_rope: int, cache: str) -> list[tuple[DecodeProblem, DecodeTiles]]:

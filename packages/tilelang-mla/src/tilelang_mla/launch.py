@@ -34,14 +34,13 @@ from tilelang_mla.plan import (
     PrefillProblem,
     merge_grid,
     plan_of_call,
-    plan_of_whole_lists,
     plan_prefill,
-    plan_without_schedule,
     tiles_8bit,
 )
 from tilelang_mla.prompts import prefill_in_parts
 from tilelang_mla.replays import DecodeRun
 from tilelang_mla.sparse.arguments import SparseTensors
+from tilelang_mla.sparse.tiles import has_a_part_each, plan_of_lists
 from tilelang_mla.waves import finds_long
 
 Tensor = torch.Tensor
@@ -254,9 +253,9 @@ def prepare_decode(problem: DecodeProblem, plan: DecodeTiles | None, tensors: De
 # Sparse decoding
 
 
-def sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype, joined: bool) -> dict[str, Any]:
-    """What the kernel over lists of keys is compiled for."""
-    constants = decode_8bit_constants(problem, tiles, dtype) | ({"joined": True} if joined else {})
+def sparse_constants(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype, known: str = "") -> dict[str, Any]:
+    """What the kernel over lists of keys is compiled for; known: "joined", "even", where programs know their parts."""
+    constants = decode_8bit_constants(problem, tiles, dtype) | ({known: True} if known else {})
     del constants["per_token"]
     return constants
 
@@ -269,9 +268,8 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     if indices.shape[2] == 0:
         return _see_nothing
     limits = device_limits(q.device)
-    tiles, shared = (plan_without_schedule(problem, limits), True) if plan is None else (plan, False)
-    if plan is None and topk_length is None:
-        tiles, shared = plan_of_whole_lists(problem, limits)
+    counted = topk_length is not None
+    tiles, shared = plan_of_lists(problem, limits, counted) if plan is None else (plan, False)
     if problem.cache:
         tiles = tiles_8bit(problem, tiles, limits)
     check_fits(problem, tiles, limits)
@@ -281,8 +279,11 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     num_parts = tiles.num_parts(lists)
     merged = num_parts > lists and not joined and not (shared and problem.capacity <= tiles.block_n)
     sinking = {} if attn_sink is None else {"sink": True}
+    # Programs take lists that are alike by turns, if there are more of these than SMs.
+    programs = tiles.num_programs(problem, shared, first_part is not None or plan is None, limits.cores)
+    even = not shared and first_part is None and has_a_part_each(tiles, problem, programs)
     attend, merge = kernels(
-        ("decode_sparse", sparse_constants(problem, tiles, q.dtype, joined)),
+        ("decode_sparse", sparse_constants(problem, tiles, q.dtype, "joined" if joined else "even" if even else "")),
         ("merge", {"dim_nope": dim_nope, "dtype": q.dtype, **sinking}) if merged else None,
     )
     merging = merge_grid(lists, heads, problem.capacity, tiles, limits.cores)
@@ -300,8 +301,6 @@ def prepare_sparse(problem: DecodeProblem, plan: DecodeTiles | None, tensors: Sp
     no_lse = unread.view(1, 1, 1)
     scale = max(abs(softmax_scale), ZERO_SCALE) * LOG2_E
     by = _SHARED if shared else int(first_part is not None)
-    # Programs take lists that are alike by turns, if there are more of these than SMs.
-    programs = tiles.num_programs(problem, by == _SHARED, first_part is not None or plan is None, limits.cores)
     flags = (by, int(order is not None), int(lse is not None))
     in_place, by_token = out.is_contiguous(), lse is not None and lse.transpose(1, 2).is_contiguous()
     each = 0 if topk_length is None else q.shape[1]

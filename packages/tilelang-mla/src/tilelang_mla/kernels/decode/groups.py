@@ -40,6 +40,8 @@ class Sizes(NamedTuple):
 
     joined: two programs are a cluster that have the two parts of a list: they exchange halves of what they have
     accumulated, and no other kernel merges parts.
+
+    even: all lists have as many parts, and each program has one.
     """
 
     dim_nope: int
@@ -58,6 +60,12 @@ class Sizes(NamedTuple):
     paired: bool = False
     joined: bool = False
     boxes: bool = False
+    even: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether a program has one work item, which it knows by its number."""
+        return self.joined or self.even
 
     @property
     def clustered(self) -> bool:

@@ -3,15 +3,15 @@
 from tilelang_mla.kernels.common import GROUP, macro
 from tilelang_mla.kernels.decode.groups import SHARED, read_work
 from tilelang_mla.kernels.decode.limits import is_per_token, limit_of, seen_by, unmasked_keys
-from tilelang_mla.kernels.decode.schedule import find_part, part_of, tell_half
+from tilelang_mla.kernels.decode.schedule import find_part, part_of, tell_own
 from tilelang_mla.kernels.decode.shares import tell_share
 
 
 @macro
 def find_work(T, S, launch, inputs, memory, pieces, own, slot, turn, thread):
     """The fields of a turn's :class:`Work`, told to all; whose part it is, ``own`` helps to find."""
-    if S.joined:
-        fields = tell_half(T, S, launch, inputs, memory, slot, thread)
+    if S.known:
+        fields = tell_own(T, S, launch, inputs, memory, slot, thread)
     else:
         if launch.scheduled == SHARED:
             tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)

@@ -135,7 +135,7 @@ def run_roles(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     if S.clustered:
         # TileLang starts clusters before what is ahead of them has ended.
         T.pdl_sync()
-    if not S.joined:
+    if not S.known:
         if launch.scheduled == SHARED:
             find_share(T, S, launch, inputs, memory, thread, serial)
     if S.ahead:

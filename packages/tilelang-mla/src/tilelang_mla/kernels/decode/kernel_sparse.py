@@ -16,7 +16,7 @@ from tilelang_mla.kernels.decode.records import run_records
 def attend_sparse(
     T: Any, *, cache: str, dim_nope: int, dim_rope: int, dtype: Any, block_n: int, num_stages: int,
     serial: bool = False, block_m: int = ROWS, by_rows: bool = False, paired: bool = False,
-    joined: bool = False,
+    joined: bool = False, even: bool = False,
 ) -> Any:  # fmt: skip
     """The kernel. cache: "" of q's dtype or "656" of records, whose parts are kv, rope and scales; else kv stands in.
 
@@ -26,6 +26,7 @@ def attend_sparse(
     S = Sizes(
         dim_nope, dim_rope, dtype, block_n, num_stages, True, cache, sparse=True, rows=block_m,
         by_rows=by_rows and not serial, paired=paired and not serial, joined=joined and not serial,
+        even=even,
     )  # fmt: skip
     run = run_roles if serial else run_records if S.records_are_rows else run_keys if S.keys_are_rows else run_roles
     records = cache == "656"

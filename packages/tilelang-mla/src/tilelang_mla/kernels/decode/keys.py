@@ -156,7 +156,7 @@ def run_keys(T, S, serial, inputs, outputs, numbers, i_program, num_programs):
     if S.joined:
         # TileLang starts clusters before what is ahead of them has ended.
         T.pdl_sync()
-    if not S.joined:
+    if not S.known:
         if launch.scheduled == SHARED:
             find_share(T, S, launch, inputs, memory, thread, serial)
     # The combine kernel may start; it waits for the end of this one itself.
@@ -194,7 +194,7 @@ def produce_keys(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their keys."""
     T.set_max_nreg(registers_of(S)[2], 0)
     done = T.alloc_var(T.int32, init=0)
-    own = None if S.joined else Owner(*owner_of(T, launch, inputs, thread))
+    own = None if S.known else Owner(*owner_of(T, launch, inputs, thread))
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2

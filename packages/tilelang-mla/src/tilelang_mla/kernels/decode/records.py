@@ -55,7 +55,7 @@ def run_records(T, S, serial, inputs, outputs, numbers, i_program, num_programs)
     if S.joined:
         # TileLang starts clusters before what is ahead of them has ended.
         T.pdl_sync()
-    if not S.joined:
+    if not S.known:
         if launch.scheduled == SHARED:
             find_share(T, S, launch, inputs, memory, thread, serial)
     # The combine kernel may start; it waits for the end of this one itself.
@@ -74,7 +74,7 @@ def produce_records(T, S, launch, inputs, pieces, memory, barriers, thread):
     """Finds the work items and loads their keys, which a warp or two look up."""
     T.set_max_nreg(registers_of(S)[2], 0)
     done = T.alloc_var(T.int32, init=0)
-    own = None if S.joined else Owner(*owner_of(T, launch, inputs, thread))
+    own = None if S.known else Owner(*owner_of(T, launch, inputs, thread))
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
         slot = turn % 2

@@ -12,7 +12,7 @@ from tilelang_mla.kernels.decode.joins import is_whole, join_halves, join_sums, 
 from tilelang_mla.kernels.decode.limits import find_limits, find_limits_of_tokens, is_per_token, unmasked_keys
 from tilelang_mla.kernels.decode.loads import gather_block, load_left, load_q, load_right, row_of
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
-from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_half
+from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_own
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_lse
 from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
@@ -47,7 +47,7 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
     T.set_max_nreg(S.registers[2], 0)
     done = T.alloc_var(T.int32, init=0)
     # Loads that wait for none of the others first.
-    if not S.joined:
+    if not S.known:
         begin, end, length = owner_of(T, launch, inputs, thread)
         own = Owner(begin, end, length)
         first_part, first_tile = part_of(T, S, launch, inputs, memory, 0)
@@ -60,14 +60,16 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
         entry = T.alloc_var(T.int32, init=-1)
     for turn in T.serial(turns):
         slot = turn % 2
-        if S.joined:
-            work = Work(*tell_half(T, S, launch, inputs, memory, slot, thread))
+        if S.known:
+            work = Work(*tell_own(T, S, launch, inputs, memory, slot, thread))
         else:
             if launch.scheduled == SHARED:
                 tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread)
             else:
                 find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, S.producers)
             work = Work(*read_work(T, memory.told, slot))
+        if S.even:
+            load_q(T, S, inputs.q, memory, barriers.work_full, work.sequence, work.first_row)
         # The page of the next block is looked up a block ahead: that takes as long as half a block.
         i_page = T.alloc_var(T.int32, init=-1)
         i_row = T.alloc_var(T.int32, init=0)
@@ -120,15 +122,17 @@ def produce(T, S, launch, inputs, pieces, memory, barriers, thread):
                 if step + 1 < work.steps:
                     column = T.alloc_var(T.int32, init=T.truncdiv(first_key + S.block_n, inputs.kv.shape[1]))
                     i_page = inputs.block_table[work.sequence, column]
-            if step == 0:
-                # Behind the first keys, which the part before does not keep from coming.
+            if not S.even:
+                if step == 0:
+                    # Behind the first keys, which the part before does not keep from coming.
+                    T.barrier_wait(barriers.work_empty, slot ^ 1)
+                    load_q(T, S, inputs.q, memory, barriers.work_full, work.sequence, work.first_row)
+        if not S.even:
+            if work.steps == 0:
                 T.barrier_wait(barriers.work_empty, slot ^ 1)
-                load_q(T, S, inputs.q, memory, barriers.work_full, work.sequence, work.first_row)
-        if work.steps == 0:
-            T.barrier_wait(barriers.work_empty, slot ^ 1)
-            T.barrier_arrive(barriers.work_full)
+                T.barrier_arrive(barriers.work_full)
         done = done + work.steps
-        if not S.joined:
+        if not S.known:
             next_part, next_tile = part_of(T, S, launch, inputs, memory, turn + 1)
             part = next_part
             tile = next_tile

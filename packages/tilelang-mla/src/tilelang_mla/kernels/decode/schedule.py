@@ -148,18 +148,55 @@ def find_part(T, S, launch, inputs, memory, slot, part, tile, own, thread, count
 
 
 @macro
-def tell_half(T, S, launch, inputs, memory, slot, thread):
-    """Write down a part of a list of two, which programs side by side join: each knows it at once. Its Work's fields.
-
-    As :func:`tell_part` cuts it.
-    """
-    sequence = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, 2))
+def blocks_of(T, S, inputs, sequence):
+    """How many keys a sequence has, none if its length is none that it may have, and how many blocks of them."""
     length = T.alloc_var(T.int32, init=length_of(T, inputs, sequence))
     if length < 0 or T.cast(length, T.int64) > capacity_of(T, inputs):
         length = 0
     blocks = T.alloc_var(T.int32, init=T.truncdiv(length, S.block_n))
     if length > blocks * S.block_n:
         blocks = blocks + 1
+    return length, blocks
+
+
+@macro
+def tell_own(T, S, launch, inputs, memory, slot, thread):
+    """Write down a program's one work item, which each thread knows by the program's number. The Work's fields."""
+    if S.joined:
+        fields = tell_half(T, S, launch, inputs, memory, slot, thread)
+    else:
+        fields = tell_even(T, S, launch, inputs, memory, slot, thread)
+    return fields
+
+
+@macro
+def tell_even(T, S, launch, inputs, memory, slot, thread):
+    """The same of as many parts of each list as ``num_splits``, cut as :func:`tell_part` does."""
+    num_parts = T.alloc_var(T.int32, init=launch.num_splits)
+    part = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, launch.row_tiles))
+    tile = T.alloc_var(T.int32, init=launch.i_program - part * launch.row_tiles)
+    sequence = T.alloc_var(T.int32, init=T.truncdiv(part, num_parts))
+    i_share = T.alloc_var(T.int32, init=part - sequence * num_parts)
+    length, blocks = blocks_of(T, S, inputs, sequence)
+    share = T.alloc_var(T.int32, init=T.truncdiv(blocks, num_parts))
+    rest = T.alloc_var(T.int32, init=blocks - share * num_parts)
+    first = T.alloc_var(T.int32, init=share * i_share + T.truncdiv(rest * i_share, num_parts))
+    last = T.alloc_var(T.int32, init=share * (i_share + 1) + T.truncdiv(rest * (i_share + 1), num_parts))
+    if thread == 0:
+        write_work(S, memory.told, slot, sequence, num_parts, length, part, tile, first, last)
+    first_row = T.alloc_var(T.int32, init=tile * S.rows)
+    steps = T.alloc_var(T.int32, init=last - first)
+    return sequence, num_parts, length, part, first_row, first, steps
+
+
+@macro
+def tell_half(T, S, launch, inputs, memory, slot, thread):
+    """Write down a part of a list of two, which programs side by side join: each knows it at once. Its Work's fields.
+
+    As :func:`tell_part` cuts it.
+    """
+    sequence = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, 2))
+    length, blocks = blocks_of(T, S, inputs, sequence)
     half = T.alloc_var(T.int32, init=T.truncdiv(blocks, 2))
     first = T.alloc_var(T.int32, init=T.if_then_else(launch.i_program % 2 == 0, 0, half))
     last = T.alloc_var(T.int32, init=T.if_then_else(launch.i_program % 2 == 0, half, blocks))

@@ -5,7 +5,7 @@ from tilelang_mla.kernels.decode.groups import SHARED, Work, read_work
 from tilelang_mla.kernels.decode.limits import find_limits, find_limits_of_tokens, is_per_token, unmasked_keys
 from tilelang_mla.kernels.decode.loads import load_rows, tell_row
 from tilelang_mla.kernels.decode.roles import add_sink, hide_invalid, scale_of, scale_values, weigh
-from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of
+from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_even
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
 from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_lse
 from tilelang_mla.kernels.decode.widen import STAGES, copy_raw, widen, widen_rope
@@ -17,7 +17,9 @@ def attend_serially(T, S, launch, inputs, outputs, memory, s, acc_l, acc_r):
     """All work items of a program."""
     turns = turns_of(T, S, launch, inputs, memory)
     for turn in T.serial(turns):
-        if launch.scheduled == SHARED:
+        if S.even:
+            tell_even(T, S, launch, inputs, memory, 0, 0)
+        elif launch.scheduled == SHARED:
             tell_share(T, S, launch, inputs, memory, outputs.pieces, 0, turn, 0)
         else:
             own = Owner(*owner_of(T, launch, inputs, 0))

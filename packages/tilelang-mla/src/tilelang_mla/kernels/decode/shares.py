@@ -308,7 +308,7 @@ def leave_whole(T, S, launch, inputs, memory, each, lane, line):
 def turns_of(T, S, launch, inputs, memory):
     """How many work items a program has."""
     turns = T.alloc_var(T.int32, init=0)
-    if S.joined:
+    if S.known:
         turns = 1
     elif launch.scheduled == SHARED:
         turns = memory.share[LAST] - memory.share[FIRST] + 1

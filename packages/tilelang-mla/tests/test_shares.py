@@ -46,9 +46,12 @@ def line_of(lengths: Sequence[int], shares: int, rows: int) -> tuple[int, list[P
     sortable = merging >= 2 and 1 < turns <= 8 and len(lengths) <= (768 if merging >= 4 else 256)
     most = size + merging + merging // 2 - 2 + idle
     limit = size + 2 + 2 * alike + (merging + 1 - alike) // 2 + idle
-    # One long one, or some, among many short ones.
+    # One long one, or some, among many short ones; who has one is told by lane.
     beside = 32 <= len(lengths) <= 768 and 32 <= rows <= 64 and max(extents) <= 2**14 and size >= 8
-    beside = beside and 4 * (total - max(extents)) <= 3 * (len(lengths) - 1) * size
+    each = cdiv(len(lengths), 64)
+    lanes = [extents[i : i + each] for i in range(0, len(lengths), each)]
+    short = [extent for lane in lanes if max(lane) <= size + OVERHEAD for extent in lane]
+    beside = beside and 4 * sum(short) <= 3 * len(short) * size and len(short) >= len(lengths) - 8 * each
     found = None
     if near and turns * max(extents) <= limit and (alike or not sortable):
         size, extents = turns * max(extents), [max(extents)] * len(extents)
@@ -56,11 +59,18 @@ def line_of(lengths: Sequence[int], shares: int, rows: int) -> tuple[int, list[P
         found = by_length(extents, shares, size, most, True)
     elif not near and beside:
         found = by_length(extents, shares, size, size + size // 2 + 2, False)
+    elif 2 * len(lengths) <= shares:
+        even = max(
+            cdiv(max(blocks), shares // len(lengths)), 3, size - (OVERHEAD if size == cdiv(total, shares) else 0)
+        )
+        if even <= size + size * (shares * rows // 1024 if rows <= 64 else 1) // 32:
+            return even, cut_evenly(blocks, cdiv(max(blocks), even), even)
     if found is not None:
         size, taken, long, whole = found
         pieces = [Piece(share, b, 0, blocks[b], b + share) for share, b in taken]
-        return size, pieces + cut_line(long, whole, blocks, extents, size)
-    return size, cut_line(range(len(lengths)), 0, blocks, extents, size)
+        # No share has pieces of two.
+        return size, pieces + cut_line(long, whole, blocks, extents, size, size)
+    return size, cut_line(range(len(lengths)), 0, blocks, extents, size, 1)
 
 
 def by_length(
@@ -77,8 +87,8 @@ def by_length(
     whole, end = shares, sum(extents[b] for b in order[:long])
     if not near:
         whole = min(cdiv(sum(extents) - end, size + 1), shares - 1)
-        size = cdiv(end, max(shares - whole, 1))
-        whole = shares - cdiv(end, max(size, 1))
+        size = max(cdiv(end, max(shares - whole - long + 1, 1)), 1)
+        whole = shares - sum(cdiv(extents[b], size) for b in order[:long])
     if whole < 1 or len(extents) - long > 8 * whole:
         return None
     taken = []
@@ -91,17 +101,27 @@ def by_length(
     return None if max(loads) > most else (size, taken, order[:long], whole)
 
 
+def cut_evenly(blocks: Sequence[int], parts: int, size: int) -> list[Piece]:
+    """Each sequence in as many parts, of a share each."""
+    ends = [[min(i * size, n) for i in range(parts)] + [n] for n in blocks]
+    return [
+        Piece(b * parts + i, b, end[i], end[i + 1], b * parts + b + i)
+        for b, end in enumerate(ends)
+        for i in range(parts)
+    ]
+
+
 def cut_line(
-    which: Sequence[int], before: int, blocks: Sequence[int], extents: Sequence[int], size: int
+    which: Sequence[int], before: int, blocks: Sequence[int], extents: Sequence[int], size: int, step: int
 ) -> list[Piece]:
-    """Sequences one after the other on a line, of which each share behind the first ``before`` has a piece."""
+    """Sequences one after the other on a line, at multiples of ``step``; each share behind ``before`` has a piece."""
     pieces, low = [], 0
     for b in which:
         begin, end = low + OVERHEAD, low + extents[b]
         for share in range(begin // size, (end - 1) // size + 1):
             last = min(blocks[b], (share + 1) * size - begin, end - begin)
             pieces.append(Piece(before + share, b, max(0, share * size - begin), last, b + share))
-        low += extents[b]
+        low += cdiv(extents[b], step) * step
     return pieces
 
 
@@ -177,9 +197,13 @@ CUTS: dict[str, tuple[list[int], int, int]] = {
     "by length, if one were not too long": ([*((37 * i) % 300 for i in range(17)), 900], 200, 17),
     "one is cut, others by length": ([*((37 * i) % 300 for i in range(40)), 9000, 130], 64, 17),
     "three are cut, others by length": ([6000, *((37 * i) % 300 for i in range(60)), 5000, 9000], 40, 22),
-    "too many are long": ([*((37 * i) % 300 for i in range(500)), *(7000 + i for i in range(9))], 64, 60),
+    "too many are long": ([*((37 * i) % 300 for i in range(110)), *(7000 + i for i in range(9))], 32, 60),
     "by length, in two rounds": ([(37 * i) % 350 for i in range(400)], 41, 100),
     "by length, in steps of many blocks": ([(997 * i) % 4200 for i in range(30)], 130, 16),
+    "two are cut, others by length": ([6000, 5000, *((37 * i) % 300 for i in range(60))], 40, 22),
+    "alike, in parts of one length": ([1024] * 5, 16, 23),
+    "nearly alike, in parts of one length": ([1024, 961, 500, 1000, 63, 1024], 64, 25),
+    "alike, of a share and less": ([1024] * 5, 16, 14),
     "nothing": ([0, 0, 0], 1, 5),
     "two tiles of rows": ([500, 64, 3, 700], 70, 4),
     "many rows to merge": ([640] * 3, 128, 30),

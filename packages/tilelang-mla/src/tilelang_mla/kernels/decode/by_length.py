@@ -32,7 +32,7 @@ from tilelang_mla.kernels.decode.extents import (
 
 # Sequences that programs sort by their lengths, at most, and threads, which have two; turns that they take them in;
 # and long ones that are cut, at most.
-MOST_SORTED, _THREADS, TURNS_SORTED, _MOST_LONG = 768, 384, 8, 8
+MOST_SORTED, _THREADS, TURNS_SORTED, MOST_LONG = 768, 384, 8, 8
 # Steps of length, the last of long ones, half as many where threads have two sequences: warps count what they have of
 # them in the bytes of words, and a lane adds up two.
 _STEPS = 64
@@ -68,7 +68,7 @@ def take_by_length(T, S, launch, inputs, memory, thread, serial):
     for i in T.serial(WARP if serial else 1):
         add_steps(T, memory, batch, steps, WARP - 1 - i if serial else thread, serial)
     T.sync_threads()
-    if share[LONG] <= _MOST_LONG:
+    if share[LONG] <= MOST_LONG:
         for i in T.unroll(rounds, unroll_factor=1):
             placed = place_one(T, memory, steps, i if serial else i * _THREADS + thread, kept_of(T, kept, i, serial))
             keep(kept, i, placed, serial)
@@ -193,7 +193,7 @@ def place_one(T, memory, steps, i_b, counted):
 def shares_of_whole(T, memory, shares):
     """How many shares have whole sequences, how long the others are, and the end of their line.
 
-    Programs that begin and end one piece of a long sequence have one block less.
+    Programs that begin and end one piece of a long sequence have one block less. Of two long ones none has a piece.
     """
     share = memory.share
     whole = T.alloc_var(T.int32, init=shares)
@@ -203,8 +203,13 @@ def shares_of_whole(T, memory, shares):
         for i in T.unroll(share[LONG], unroll_factor=1):
             end = end + share[EXTENTS + i]
         whole = T.min(T.truncdiv(share[END] - end + size, size + 1), shares - 1)
-        size = T.truncdiv(end + shares - whole - 1, T.max(shares - whole, 1))
-        whole = shares - T.truncdiv(end + size - 1, T.max(size, 1))
+        rest = T.alloc_var(T.int32, init=T.max(shares - whole - share[LONG] + 1, 1))
+        size = T.max(T.truncdiv(end + rest - 1, rest), 1)
+        end = 0
+        for i in T.unroll(share[LONG], unroll_factor=1):
+            end = end + T.truncdiv(share[EXTENTS + i] + size - 1, size)
+        whole = shares - end
+        end = end * size
     return whole, size, end
 
 
@@ -254,7 +259,7 @@ def note_share(T, memory, whole, size, end):
         last = T.alloc_var(T.int32, init=T.min(begin + size, end) - 1)
         low = T.alloc_var(T.int32, init=0)
         for i in T.unroll(share[LONG], unroll_factor=1):
-            high = T.alloc_var(T.int32, init=low + share[EXTENTS + i])
+            high = T.alloc_var(T.int32, init=low + T.truncdiv(share[EXTENTS + i] + size - 1, size) * size)
             if low <= begin and begin < high:
                 share[FIRST] = i
                 share[LOW] = low

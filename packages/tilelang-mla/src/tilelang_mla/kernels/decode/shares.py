@@ -9,8 +9,8 @@ sequences, which are whole, programs may only look which are long.
 
 from typing import Any
 
-from tilelang_mla.kernels.common import macro
-from tilelang_mla.kernels.decode.by_length import MOST_SORTED, TURNS_SORTED, take_by_length, turns_by_length
+from tilelang_mla.kernels.common import WARP, macro
+from tilelang_mla.kernels.decode.by_length import MOST_LONG, MOST_SORTED, TURNS_SORTED, take_by_length, turns_by_length
 from tilelang_mla.kernels.decode.extents import (
     CUTS,
     END,
@@ -47,6 +47,8 @@ _MERGED_ROWS = 1024
 _CUTTING, _IDLE, _FAR = 2, 32, 10
 # Sequences, rows and blocks of a share, at least, of which few long ones are cut and the others whole.
 _FEWEST, _CUT_ROWS, _FEWEST_BLOCKS = 32, 32, 8
+# Blocks of an equal part, at least.
+_LEAST_EVEN = 3
 
 
 def lanes_of(S: Any) -> int:
@@ -67,7 +69,7 @@ def find_share(T, S, launch, inputs, memory, thread, serial):
         add_sums(T, S, memory, lane if serial else thread)
     T.sync_threads()
     for lane in T.serial(lanes if serial else 1):
-        look_for_share(T, S, launch, inputs, memory, most, each, lane if serial else thread)
+        look_for_share(T, S, launch, inputs, memory, most, each, lane if serial else thread, serial)
     T.sync_threads()
     if S.ahead:
         if memory.share[LIMIT] > 0:
@@ -114,25 +116,28 @@ def add_sums(T, S, memory, lane):
 
 
 @macro
-def look_for_share(T, S, launch, inputs, memory, most, each, lane):
+def look_for_share(T, S, launch, inputs, memory, most, each, lane, serial):
     """Whose sequences hold the beginning or the end of the share notes which they are."""
     batch = inputs.block_table.shape[0]
     if lane < lanes_of(S):
         total, before = sums_before(T, S, memory, lane)
         low = T.alloc_var(T.int32, init=before)
+        own_most = T.alloc_var(T.int32, init=most)
         size = size_of_share(T, S, launch, inputs, most, total)
         if S.ahead:
             line = (size, total, before)
-            size, least, total, own, own_low, limit, cuts, top = leave_whole(
-                T, S, launch, inputs, memory, each, lane, line
+            size, least, total, own, own_low, limit, cuts, top, even = leave_whole(
+                T, S, launch, inputs, memory, each, lane, line, serial
             )
             low = own_low
+            if even > 0:
+                own_most = least
         number = T.alloc_var(T.int32, init=T.truncdiv(launch.i_program, launch.row_tiles))
         begin = T.alloc_var(T.int32, init=number * size)
         last = T.alloc_var(T.int32, init=T.min(begin + size, total) - 1)
         if lane == 0:
             memory.share[SIZE] = size
-            memory.share[MOST] = most
+            memory.share[MOST] = own_most
             memory.share[NUMBER] = number
             memory.share[TILE] = launch.i_program - number * launch.row_tiles
             if S.ahead:
@@ -145,10 +150,10 @@ def look_for_share(T, S, launch, inputs, memory, most, each, lane):
         if low <= last and begin < low + (own if S.ahead else memory.at_page[0, lane]):
             # Not unrolled: what runs once takes the time of its instructions' way from memory.
             for i in T.unroll(T.min(each, batch - lane * each), unroll_factor=1):
-                length, blocks, extent = extent_of(T, S, inputs, lane * each + i, most, least if S.ahead else 1)
+                length, blocks, extent = extent_of(T, S, inputs, lane * each + i, own_most, least if S.ahead else 1)
                 if low <= begin and begin < low + extent:
                     memory.share[FIRST] = lane * each + i
-                    memory.share[LOW] = low
+                    memory.share[LOW] = low - overhead_of(S) * even if S.ahead else low
                 if low <= last and last < low + extent:
                     memory.share[LAST] = lane * each + i
                 low = low + extent
@@ -248,7 +253,7 @@ def size_of_share(T, S, launch, inputs, most, total):
 
 
 @macro
-def leave_whole(T, S, launch, inputs, memory, each, lane, line):
+def leave_whole(T, S, launch, inputs, memory, each, lane, line, serial):
     """The size of a share where sequences may be left whole, the most that one takes against a share and the merging:
     then each counts as the longest, so that shares begin where sequences do. Else what ``line`` has, of cut ones.
 
@@ -296,12 +301,68 @@ def leave_whole(T, S, launch, inputs, memory, each, lane, line):
             limit = 0
     elif batch >= _FEWEST and batch <= MOST_SORTED and longest <= MOST_EXTENT:
         # Of few long ones among short ones the long ones are cut alone.
-        short = T.alloc_var(T.int32, init=(end - longest) * 4)
-        if short <= 3 * (batch - 1) * size and size >= _FEWEST_BLOCKS and launch.row_tiles == 1 and rows >= _CUT_ROWS:
-            cuts = 1
-            limit = size + T.truncdiv(size, 2) + 2
-            top = size + overhead_of(S)
-    return size, least, end, own, low, limit, cuts, top
+        short = T.alloc_var(T.int32, init=(end - MOST_LONG * longest) * 4)
+        if short <= 3 * batch * size and size >= _FEWEST_BLOCKS and launch.row_tiles == 1 and rows >= _CUT_ROWS:
+            short_ones, others = without_long(T, S, memory, batch, each, lane, size, serial)
+            if 4 * short_ones <= 3 * others * size and others >= batch - MOST_LONG * each:
+                cuts = 1
+                limit = size + T.truncdiv(size, 2) + 2
+                top = size + overhead_of(S)
+    even = T.alloc_var(T.int32, init=0)
+    if limit == 0 and least == 1:
+        parts, each_part = parts_alike(T, S, launch, inputs, end, size, longest - overhead_of(S))
+        if parts > 0:
+            # As long as its parts on the line, and its beginning costs nothing there.
+            even = 1
+            size = each_part
+            least = parts * size - overhead_of(S)
+            end = batch * parts * size
+            own = T.min(each, batch - lane * each) * parts * size
+            low = lane * each * parts * size
+    return size, least, end, own, low, limit, cuts, top, even
+
+
+@macro
+def without_long(T, S, memory, batch, each, lane, size, serial):
+    """How long sequences are in all, and how many, of lanes none of whose is longer than a share.
+
+    Warps find it each for itself, a lane of theirs for two.
+    """
+    short = T.alloc_var(T.int32, init=0)
+    others = T.alloc_var(T.int32, init=0)
+    own = T.alloc_var(T.int32, init=0 if serial else T.bitwise_and(lane, WARP - 1))
+    for i in T.unroll(lanes_of(S) if serial else lanes_of(S) // WARP, unroll_factor=2):
+        if memory.at_row[0, own] <= size + overhead_of(S):
+            short = short + memory.at_page[0, own]
+            others = others + T.max(T.min(each, batch - own * each), 0)
+        own = own + (1 if serial else WARP)
+    if not serial:
+        for i in T.unroll(5):
+            short = short + T.shfl_xor(short, T.shift_left(1, i))
+            others = others + T.shfl_xor(others, T.shift_left(1, i))
+    return short, others
+
+
+@macro
+def parts_alike(T, S, launch, inputs, total, size, blocks):
+    """In how many parts each sequence is cut, and how long they are, where no program has two; 0 if they are too long.
+
+    Who begins a second sequence waits for what it stores of the first, with all others reading.
+    """
+    batch, rows = inputs.q.shape[:2]
+    parts = T.alloc_var(T.int32, init=0)
+    even = T.alloc_var(T.int32, init=_LEAST_EVEN)
+    shares = T.alloc_var(T.int32, init=T.truncdiv(launch.num_programs, launch.row_tiles))
+    merging = T.alloc_var(T.int32, init=T.truncdiv(shares * rows, _MERGED_ROWS))
+    idle = T.alloc_var(T.int32, init=T.min(size, 2**20) * T.if_then_else(launch.row_tiles == 1, merging, 1))
+    most = T.alloc_var(T.int32, init=size + T.truncdiv(idle, _IDLE))
+    if 2 * batch <= shares and T.cast(batch, T.int64) * blocks <= T.cast(shares, T.int64) * most:
+        parts = T.truncdiv(shares, batch)
+        # Shares are as long as merging lets them, or may be shorter by a beginning.
+        even = T.max(even, size - T.if_then_else(size * shares - total >= shares, 0, overhead_of(S)))
+        even = T.max(even, T.truncdiv(blocks + parts - 1, parts))
+        parts = T.if_then_else(even <= most, T.truncdiv(blocks + even - 1, even), 0)
+    return parts, even
 
 
 @macro
@@ -341,6 +402,9 @@ def tell_share(T, S, launch, inputs, memory, pieces, slot, turn, thread):
         i_last = T.alloc_var(T.int32, init=T.truncdiv(share[LOW] + extent - 1, size))
         first = T.alloc_var(T.int32, init=T.max(i_share * size - begin, 0))
         last = T.alloc_var(T.int32, init=T.min((i_share + 1) * size - begin, blocks))
+        if S.ahead:
+            # Of parts of a sequence that is shorter than others.
+            first = T.min(first, blocks)
         own_parts = T.alloc_var(T.int32, init=i_last - i_first + 1)
         if i_share == i_last:
             last = blocks

@@ -297,12 +297,15 @@ def test_two_warpgroups_share_scores_where_a_program_an_sm_is_left_and_nowhere_e
         (8, 128, 32768, 1, True), (8, 128, 16384, 1, False), (4, 128, 16384, 1, False), (16, 128, 16384, 1, False),
         (16, 128, 32768, 1, True), (16, 128, 3000, 4, False), (32, 104, 16384, 1, False), (32, 128, 16384, 1, False),
         (64, 128, 16384, 1, False), (64, 64, 16384, 1, False), (16, 256, 16384, 1, False),
+        (64, 128, 16384, 2, True), (64, 128, 4096, 3, False), (64, 96, 4096, 16, True), (96, 64, 4096, 4, False),
     ):  # fmt: skip
         shape = Heads(heads, heads, size, size)
         plan = plan_prefill(shape, "bfloat16", H200, suits_tma=True)
         segments = sequences * -(-tokens // plan.segment) if plan.segment else sequences
         found = widened(plan, shape, segments, H200)
         by_two = replace(plan, block_e=128, num_warps=8, num_stages=3, block_d=128, roles=False)
+        if not plan.segment:
+            by_two = replace(plan, block_e=128, num_warps=8)
         assert found == (by_two if wide else plan), (heads, size, tokens)
         assert found.covers(shape)
     for other in (plan_prefill(TP8, "float32", H200, suits_tma=True), plan_prefill(TP8, "bfloat16", A100)):

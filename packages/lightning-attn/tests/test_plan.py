@@ -421,6 +421,7 @@ REFUSED_ON_HOPPER = {
     "roles of other pieces": replace(ON_HOPPER, roles=True),
     "shares without roles": replace(ON_HOPPER, segment=64, shares=2),
     "shares of two stages": PrefillPlan(64, 64, 64, 4, 2, 64, hopper=True, roles=True, shares=2),
+    "shares of two that follow": PrefillPlan(64, 128, 64, 8, 3, 64, hopper=True, roles=True, shares=2),
     "more shares than 4": PrefillPlan(64, 64, 64, 4, 3, 64, hopper=True, roles=True, shares=5),
     "one stage": replace(ON_HOPPER, num_stages=1),
     "a segment of broken chunks": replace(ON_HOPPER, segment=96),

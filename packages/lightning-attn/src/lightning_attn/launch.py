@@ -169,12 +169,13 @@ def _make_prefill(problem: PrefillProblem, plan: PrefillPlan, device: torch.devi
         sizes = sizes._replace(LONG=plan.long)
         more = programs_besides(plan, _segments(problem, plan))
         grid = (grid[0] + cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * more, 1, 1)
+    # A ragged batch's kernel is one for all, whether this one's segments are shared or not.
+    may_share = plan.hopper and (plan.bf16x6 or (plan.roles and plan.block_e == 64))
+    sizes = sizes._replace(SHARED=may_share and plan.segment > 0 and (problem.ragged or plan.shares > 1))
     main: MainPrefill
     if plan.hopper and plan.bf16x6:
         from lightning_attn.kernels import hopper_float32
 
-        # A ragged batch's kernel is one for all, whether this one's segments are shared or not.
-        sizes = sizes._replace(SHARED=plan.segment > 0 and (problem.ragged or plan.shares > 1))
         if is_beside:
             main = beside(problem, hopper_float32.prefill, grid, (*rest, strides), sizes, device)
         else:

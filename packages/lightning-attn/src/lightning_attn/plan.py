@@ -186,7 +186,7 @@ class PrefillPlan(Plan):
             return False
         if self.roles and not self.hopper:
             return False
-        shares_by_roles = self.roles and self.num_stages >= 3
+        shares_by_roles = self.roles and self.num_stages >= 3 and self.block_e == 64
         if self.shares != 1 and not (self.segment and self.hopper and (shares_by_roles or self.bf16x6)):
             return False
         may_be_long = self.hopper and not (self.roles or self.chained or self.apart) and heads.head_qk <= 128

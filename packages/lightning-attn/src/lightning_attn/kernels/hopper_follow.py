@@ -320,7 +320,8 @@ def follow(
         IN_UNITS: gl.constexpr = FP16 and REVERSED
         o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, L_S))
         o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
-        o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, out_layout(sizes)))
+        # Weights of a chunk's rows are made by a thread each.
+        o_row = gl.arange(0, CHUNK, gl.BlockedLayout([1], [32], [sizes.WARPS], [0]))
         o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
         S = begin_state(pools, batch, span, work.i_h, o_d, o_e, decays, sizes, IN_UNITS)
         if is_shared(sizes):
@@ -350,7 +351,7 @@ def follow(
             part_to = gl.where(i_part == 0, between, work.chunks)
             if part_from < part_to:
                 length = gl.where(is_short, span.rest, CHUNK)
-                store_weights(tiles, rate, o_i, o_k, length, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
+                store_weights(tiles, rate, o_row, o_row, length, scale, REVERSED, SHORT=True, IN_UNITS=IN_UNITS)
                 decay = decay_over(rate, lost, gl.to_tensor(length))
                 # Rows of a short chunk have been zeroed before that.
                 mbarrier.wait(tiles.ready.index(0), part_from & 1, pred=is_short)

@@ -12,7 +12,7 @@ from lightning_attn.kernels.hopper_states import add_chunk, values_of
 @gluon.constexpr_function
 def is_shared(sizes):
     """Whether a segment may have several programs: none whose short chunk is the first."""
-    return sizes.SEGMENT > 0 and not sizes.REVERSED
+    return sizes.SHARED and not sizes.REVERSED
 
 
 @gluon.jit

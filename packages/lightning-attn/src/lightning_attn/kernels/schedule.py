@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     # other, of which the second adds its outputs to the first one's, or beside each other, which add theirs to zeros.
     IN_TURN: int = 0
     BESIDE: int = 0
-    # Of that of float32: several programs may share a segment.
+    # Of those by roles and of float32: several programs may share a segment.
     SHARED: bool = False
     # Of those for sm_90: sequences of one token are another launch's, and programs go round the segments of the others.
     APART: bool = False

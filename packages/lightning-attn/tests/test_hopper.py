@@ -483,7 +483,7 @@ def test_trees_on_sm_90_have_the_bits_of_their_paths(tensors, kernels) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype", "sizes"), [
-    ("few", torch.bfloat16, (72, 40)), ("many", torch.bfloat16, (72, 40)), ("dense", torch.bfloat16, (72, 40)),
+    ("few", torch.bfloat16, (72, 40)), ("many", torch.bfloat16, (72, 40)), ("dense", torch.bfloat16, (72, 104)),
     ("reversed", torch.bfloat16, (72, 40)), ("few", torch.bfloat16, (136, 40)), ("dense", torch.bfloat16, (136, 104)),
     ("reversed", torch.bfloat16, (136, 40)), ("many", torch.float32, (72, 40)), ("few", torch.float32, (72, 40)),
     ("reversed", torch.float32, (136, 40)),
@@ -492,19 +492,21 @@ def test_trees_on_sm_90_have_the_bits_of_their_paths(tensors, kernels) -> None:
 def test_states_of_what_is_remembered_are_those_of_the_recurrence(
     tensors, monkeypatch, kind, dtype, sizes, programs
 ) -> None:
-    """In two lanes at most, of 64 tokens or more where that is not all; what a head does not remember is NaN.
+    """In two or five lanes at most, of 64 tokens or more where that is not all; what a head does not remember is NaN.
 
-    A program each, or, of larger heads and in float32, several lanes by each program.
+    A program each or, of larger heads and in float32, several lanes by each program; in 16 bits one launch or two.
     """
-    if programs == 3 and sizes[0] <= 128 and dtype != torch.float32:
-        pytest.skip("a program each")
+    is_each = sizes[0] <= 128 and dtype != torch.float32
+    is_one = programs == 3 and dtype != torch.float32
+    monkeypatch.setattr(packed_launch, "in_one_launch", lambda *_: is_one)
     for name in ("MOST_ROUND", "MOST_IN_FLOAT32"):
         monkeypatch.setattr(packed_launch, name, programs)
     (d, e), lengths = sizes, [0, 70, 1, 300, 0]
     faster, remembered = (0.5, (300, 48)) if kind == "few" else (0.1, (300, 240))
     rates = torch.tensor([0.005, faster])
     if kind == "many":
-        lengths += [3] * 20
+        # Of so many each program searches for its own.
+        lengths += [3] * (59 if programs == 264 and is_each else 20)
     if kind in ("few", "many"):
         ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         # Heads of k are shared, rows behind the last sequence nobody's.
@@ -525,11 +527,23 @@ def test_states_of_what_is_remembered_are_those_of_the_recurrence(
     final, numbers = canaried(states, torch.float32, tensors.device), (0.7, False, kind == "reversed")
     t = groups.State(k, v, rates, cu, initial, final.tensor)
     problem = packed_arguments.check_state(t, *numbers)
-    plan = StatePlan(64, 64, 64, 64, 4, 2, lanes=2)
+    plan = StatePlan(64, 64, 64, 64, 4, 2, lanes=5 if is_one else 2)
     if dtype == torch.float32:
-        plan = StatePlan(64, 64, 64, 64, 8, 1, True, lanes=2)
+        plan = replace(plan, num_warps=8, num_stages=1, bf16x6=True)
     packed_launch.prepare_state(problem, plan, t)(t)
     final.check(written=True)
+    if is_one:
+        by_two = t._replace(final_state=torch.full_like(final.tensor, torch.nan))
+        monkeypatch.setattr(packed_launch, "in_one_launch", lambda *_: False)
+        packed_launch.prepare_state(problem, plan, by_two)(by_two)
+        if initial is None or tensors.device.type == "cuda":
+            assert_bitwise_equal(final.tensor, by_two.final_state)
+        if kind == "few":
+            # Of the rows of no sequence.
+            none = t._replace(cu_seqlens=torch.zeros_like(cu), final_state=torch.full_like(final.tensor, torch.nan))
+            monkeypatch.setattr(packed_launch, "in_one_launch", lambda *_: True)
+            packed_launch.prepare_state(problem, plan, none)(none)
+            assert_bitwise_equal(none.final_state, initial)
     if cu is None:
         k, v = (rows.transpose(1, 2).flatten(0, 1) for rows in (k, v))
     exact = exact_states(k, v, rates, lengths, initial, scale=0.7, reverse=kind == "reversed")

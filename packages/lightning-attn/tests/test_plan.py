@@ -22,6 +22,7 @@ from lightning_attn.fitting import (
     widened,
 )
 from lightning_attn.gradients.plan import groups_at_once
+from lightning_attn.packed.plan import StateProblem, in_one_launch, plan_state
 from lightning_attn.plan import (
     BackwardProblem,
     DecodePlan,
@@ -412,6 +413,27 @@ REFUSED = {
     "segments that wait on the device, not for Hopper": replace(GOOD, dependent_launch=True),
     "segments in a chain, not for Hopper": replace(GOOD, chained=True),
 }
+
+
+def test_states_of_many_sequences_are_one_launch_and_lanes_depend_on_heads_alone() -> None:
+    of_64 = Heads(64, 64, 64, 64)
+    lanes = {heads: plan_state(heads, False, H200, True, True) for heads in (MINIMAX, TP8, of_64)}
+    assert [(plan.segment, plan.lanes) for plan in lanes.values()] == [(1536, 6), (1024, 8), (1024, 8)]
+
+    def is_one(heads: Heads, sequences: int, tokens: int, is_float32: bool = False) -> bool:
+        operand = Operand((1, sequences * tokens, heads.num_heads, 128), (0, 0, 0, 1))
+        plan = plan_state(heads, is_float32, H200, not is_float32, True)
+        rest = (None, (0, 0, 0, 1), sequences * tokens, sequences, 1.0, 24.0, is_float32, True, False)
+        return in_one_launch(StateProblem(heads, operand, operand, *rest), plan)
+
+    assert [is_one(MINIMAX, n, 4096) for n in (1, 7, 8, 16)] == [False, False, True, True]
+    larger = Heads(64, 64, 256, 256)
+    # Where most have one lane.
+    assert is_one(larger, 16, 1024)
+    assert not is_one(larger, 16, 4096)
+    assert not is_one(MINIMAX, 16, 1024, is_float32=True)
+
+
 ON_HOPPER = PrefillPlan(64, 64, 128, 4, 2, block_d=128, hopper=True)
 REFUSED_ON_HOPPER = {
     "another chunk": replace(ON_HOPPER, chunk=32),

@@ -10,24 +10,32 @@ from typing import Any, NamedTuple
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate
-from lightning_attn.kernels.hopper_remembered import lanes_of, slot_of_lane, tokens_of_lane
-from lightning_attn.kernels.hopper_ring import Work, factor_of, for_piece, pieces_of, state_layout
-from lightning_attn.kernels.hopper_rows import store_state, zero_state
-from lightning_attn.kernels.hopper_states import load_chunk, new_stages, short_values, values_of
+from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate
+from lightning_attn.kernels.hopper_remembered import (
+    LaneCall,
+    count_lane,
+    lanes_of,
+    slot_of_lane,
+    sum_of_lane,
+    tokens_of_lane,
+)
+from lightning_attn.kernels.hopper_ring import Work, pieces_of, state_layout
+from lightning_attn.kernels.hopper_rows import store_state
+from lightning_attn.kernels.hopper_states import load_chunk, new_stages
 from lightning_attn.kernels.schedule import Batch, Counts, States, bounds
 from lightning_attn.kernels.states import tokens_in_reach
 
 
 class Call(NamedTuple):
-    """What of a call both kinds of warps need; ``states``: final ones, and sums of lanes."""
+    """What of a call both kinds of warps need. p_counts: as ``hopper_remembered.lane_states`` has them."""
 
     batch: Any
     p_slopes: Any
+    p_initial: Any
     p_final: Any
     p_partial: Any
+    p_counts: Any
     reach: Any
     scale: Any
     strides: Any
@@ -36,8 +44,9 @@ class Call(NamedTuple):
 class Lane(NamedTuple):
     """A lane's chunks and where they lie; ``rest``: rows of a short one, the first, which begins at ``first_row``.
 
-    away: tokens between the lane and the end that they are weighted from. start, end: where the first of whole chunks
-    from the lane's own first row would begin, and the row after its last.
+    away: tokens between the lane and the end that they are weighted from. index, of: which of how many. length: rows of
+    the sequence. start, end: where the first of whole chunks from the lane's own first row would begin, and the row
+    after its last.
     """
 
     i_n: Any
@@ -49,6 +58,9 @@ class Lane(NamedTuple):
     first_row: Any
     rest: Any
     away: Any
+    index: Any
+    of: Any
+    length: Any
 
 
 @gluon.constexpr_function
@@ -97,6 +109,9 @@ def lanes_up_to(call, sizes: gl.constexpr, WARPS: gl.constexpr):
         longest = longest_of(call.batch, sizes, WARPS)
         tokens = tokens_in_reach(call.p_slopes, gl.minimum(o_h, sizes.H - 1), call.reach, longest).to(gl.int32)
         lanes = gl.minimum((tokens + sizes.SEGMENT - 1) // sizes.SEGMENT, sizes.LANES)
+        if call.p_counts is not None:
+            # Who has no tokens has a state all the same, for which there is no launch behind.
+            lanes = gl.maximum(lanes, 1)
     return tl.cumsum(gl.where(o_h < sizes.H, lanes, 0), 0)
 
 
@@ -168,7 +183,8 @@ def lane_of(call, up_to, i_item, first, last, sizes: gl.constexpr):
     slot = gl.where(is_whole, i_n.to(gl.int64), slot_of_lane(batch, i_n, first.to(gl.int64), lane, sizes))
     i_box = i_n.to(gl.int32) if batch.p_cu is None else 0
     work = Work(i_box, i_h // sizes.RATIO_K, i_h // sizes.RATIO_V, i_h, i_e * sizes.BLOCK_E, start, chunks)
-    return Lane(i_n, first_row, end, work, states, slot, first_row, rest, away)
+    of = (tokens + of_lane - 1) // of_lane
+    return Lane(i_n, first_row, end, work, states, slot, first_row, rest, away, lane, of, last - first)
 
 
 @gluon.jit
@@ -197,45 +213,22 @@ def add_lanes(stages, call, sizes: gl.constexpr):
         first, last = rows_of_item(call, up_to, i_item + gl.num_programs(0), sizes)
         if lane.work.chunks > 0:
             add_lane(stages, lane, before, call, sizes)
+        if call.p_counts is not None:
+            count_stored(call, lane, sizes)
         before += lane.work.chunks
 
 
 @gluon.jit
 def add_lane(stages, lane, before, call, sizes: gl.constexpr):
-    """Add up a lane, before which the ring had so many chunks, and store it.
-
-    Values are weighted from the lane's end, so that nothing is done to a sum between two products.
-    """
-    CHUNK: gl.constexpr = sizes.CHUNK
-    REVERSED: gl.constexpr = sizes.REVERSED
+    """Add up a lane, before which the ring had so many chunks, and store it."""
     PIECES: gl.constexpr = pieces_of(sizes)
     L_S: gl.constexpr = state_layout(sizes)
     work = lane.work
     o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, L_S))
     o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
-    o_k = gl.arange(0, CHUNK, gl.SliceLayout(0, gl.DotOperandLayout(0, L_S, 2)))
     rate = base_two_rate(call.p_slopes, work.i_h)
     lost = rest_of_rate(call.p_slopes, work.i_h, rate)
-    S = zero_state(sizes)
-    b_entering = entering(rate, o_k, CHUNK, 1.0, REVERSED)
-    behind = decay_over(rate, lost, (work.chunks - 1) * CHUNK)
-    if lane.rest > 0:
-        b_v = short_values(stages, before, lane.rest, entering(rate, o_k, lane.rest, 1.0, REVERSED) * behind, sizes)
-    else:
-        b_v = values_of(stages.v, stages.full, before, True, b_entering * behind, sizes)
-    for i in range(work.chunks):
-        stage = (before + i) % sizes.STAGES
-        issued = ()
-        for p in gl.static_range(PIECES):
-            b_v_of, k_tile = for_piece(b_v, p, sizes), factor_of(stages.k, stage, p, sizes)
-            issued = issued + (warpgroup_mma(b_v_of, k_tile, S[p], is_async=True),)
-        behind = decay_over(rate, lost, (work.chunks - 2 - i) * CHUNK)
-        b_v = values_of(stages.v, stages.full, before + i + 1, i + 1 < work.chunks, b_entering * behind, sizes)
-        S = ()
-        for p in gl.static_range(PIECES):
-            S = S + (warpgroup_mma_wait(PIECES - 1 - p, deps=[issued[p]]),)
-        tl.debug_barrier()
-        mbarrier.arrive(stages.empty.index(stage))
+    S = sum_of_lane(stages, work.chunks, before, lane.rest, (rate, lost), sizes)
     behind = decay_over(rate, lost, lane.away) * call.scale
     decayed_S = ()
     for p in gl.static_range(PIECES):
@@ -243,10 +236,19 @@ def add_lane(stages, lane, before, call, sizes: gl.constexpr):
     store_state(lane.states, lane.slot, work.i_h, o_d, o_e, decayed_S, sizes)
 
 
+@gluon.jit
+def count_stored(call, lane, sizes: gl.constexpr):
+    """``count_lane``, of a program that goes round."""
+    initial, final = States(call.p_initial, call.strides.initial), States(call.p_final, call.strides.final)
+    of_lane = LaneCall(call.p_slopes, initial, final, call.p_counts, call.batch.count.sequences, call.scale)
+    count_lane(lane.work, of_lane, lane, sizes)
+
+
 @gluon.jit(do_not_specialize=["rows", "num_sequences"])
 def lane_states(
-    d_k, d_v, p_slopes, p_cu, p_final, p_partial, rows, num_sequences, reach, scale, strides, sizes: gl.constexpr
-):
+    d_k, d_v, p_slopes, p_cu, p_initial, p_final, p_partial, p_counts, rows, num_sequences, reach, scale, strides,
+    sizes: gl.constexpr,
+):  # fmt: skip
     """The sums of lanes for 64 columns of a head. Where one is the only one it is the state, but for the initial one.
 
     Lanes that there are come first: a program of none still takes its place on an SM.
@@ -254,7 +256,7 @@ def lane_states(
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     batch = Batch(p_cu, None, None, Counts(rows, num_sequences, num_sequences))
-    call = Call(batch, p_slopes, p_final, p_partial, reach, scale, strides)
+    call = Call(batch, p_slopes, p_initial, p_final, p_partial, p_counts, reach, scale, strides)
     stages = new_stages(d_k, d_v, sizes)
     gl.warp_specialize([
         (add_lanes, (stages, call, sizes)),

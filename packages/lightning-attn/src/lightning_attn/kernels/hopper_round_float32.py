@@ -17,7 +17,7 @@ from lightning_attn.kernels.schedule import Batch, Counts, rows_of_head
 def lane_states(
     p_k, p_v, p_slopes, p_cu, p_final, p_partial, rows, num_sequences, reach, scale, strides, sizes: gl.constexpr
 ):
-    """``hopper_round.lane_states``, with its arguments."""
+    """``hopper_round.lane_states`` by two launches, with its arguments otherwise."""
     CHUNK: gl.constexpr = sizes.CHUNK
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
@@ -26,7 +26,7 @@ def lane_states(
     if sizes.DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     batch = Batch(p_cu, None, None, Counts(rows, num_sequences, num_sequences))
-    call = Call(batch, p_slopes, p_final, p_partial, reach, scale, strides)
+    call = Call(batch, p_slopes, None, p_final, p_partial, None, reach, scale, strides)
     k_parts = ()
     for p in gl.static_range(min(2, pieces_of(sizes))):  # noqa: B007 (Triton takes no _)
         k_parts = k_parts + (allocate_parts(CHUNK, BLOCK_D),)

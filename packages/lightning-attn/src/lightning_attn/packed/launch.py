@@ -17,7 +17,7 @@ from lightning_attn.kernels import states
 from lightning_attn.kernels.schedule import RowStrides, StateStrides
 from lightning_attn.kernels.states import StateSizes, SumStrides
 from lightning_attn.launch import NO_STATES, keep_state, prepare_prefill
-from lightning_attn.packed.plan import StatePlan, StateProblem, plan_state
+from lightning_attn.packed.plan import StatePlan, StateProblem, in_one_launch, plan_state
 from lightning_attn.plan import (
     BackwardProblem,
     Heads,
@@ -140,7 +140,7 @@ def _make_segments(problem: StateProblem, plan: StatePlan, device: torch.device)
 
 
 def _make_lanes(problem: StateProblem, plan: StatePlan, device: torch.device) -> Callable[..., None]:
-    """By the kernels for sm_90: a launch for lanes, and one that adds them up."""
+    """By the kernels for sm_90: a launch for lanes, and one that adds them up, or one for both, with the same bits."""
     from lightning_attn.kernels import hopper_remembered
 
     most = min(plan.lanes, cdiv(problem.rows, plan.segment))
@@ -149,11 +149,13 @@ def _make_lanes(problem: StateProblem, plan: StatePlan, device: torch.device) ->
     by_lanes = not problem.ragged or items <= whole + problem.sequences
     if not by_lanes:
         items, slots = whole + problem.sequences, whole + min(problem.sequences, whole)
+    is_one = in_one_launch(problem, plan)
+    waits = plan.dependent_launch and not is_one
     sizes = _state_sizes(problem, plan)._replace(
-        LANES=plan.lanes, BY_LANES=by_lanes, DEPENDENT_LAUNCH=plan.dependent_launch, WARPS=plan.num_warps
+        LANES=plan.lanes, BY_LANES=by_lanes, DEPENDENT_LAUNCH=waits, WARPS=plan.num_warps
     )  # fmt: skip
-    programs = cdiv(sizes.E, sizes.BLOCK_E) * sizes.H * items
-    sums = _lanes_launch(problem, plan, sizes, programs, device)
+    of_state = cdiv(sizes.E, sizes.BLOCK_E) * sizes.H
+    sums = _lanes_launch(problem, plan, sizes, of_state * items, device)
     strides = _sum_strides(problem)._replace(k=None, v=None)
     counts = (problem.rows, problem.sequences, problem.reach)
     small = sizes._replace(BLOCK_D=64, BLOCK_E=16, WARPS=4)
@@ -164,9 +166,16 @@ def _make_lanes(problem: StateProblem, plan: StatePlan, device: torch.device) ->
     )  # fmt: skip
     size = (slots if problem.rows > plan.segment else 0, sizes.H, sizes.D, sizes.E)
 
+    # What a launch that adds up by itself has besides.
+    of_one = () if plan.bf16x6 else (None,)
+
     def run(k, v, slopes, cu, first, last):  # type: ignore[no-untyped-def]
         between = torch.empty(size, dtype=torch.float32, device=device)
-        sums(k, v, slopes, cu, last, between)
+        if is_one:
+            counts = torch.zeros(problem.sequences * of_state, dtype=torch.int32, device=device)
+            sums(k, v, slopes, cu, first, last, between, counts)
+            return
+        sums(k, v, slopes, cu, *of_one, last, between, *of_one)
         added(slopes, cu, first, last, between)
 
     return run
@@ -175,7 +184,9 @@ def _make_lanes(problem: StateProblem, plan: StatePlan, device: torch.device) ->
 def _lanes_launch(
     problem: StateProblem, plan: StatePlan, sizes: StateSizes, programs: int, device: torch.device
 ) -> Callable[..., None]:
-    strides = _sum_strides(problem)._replace(initial=None)
+    strides = _sum_strides(problem)
+    if not in_one_launch(problem, plan):
+        strides = strides._replace(initial=None)
     # Two programs an SM.
     more: dict[str, Any] = {"maxnreg": 128} if problem.heads.head_qk <= 128 else {}
     counts = (problem.rows, problem.sequences, problem.reach, problem.scale)

@@ -91,8 +91,12 @@ def plan_state(
     if is_by_lanes and suits_tma:
         # On an H200, 64 heads that remember up to 6144 tokens: of 128 24.9 us, by 512 tokens 29.1, by 768 26.3, by 2048
         # 27.4; of 64 14.4, by 512 15.1; of 256 61.3, by 4096 57.0, but 16 heads and four sequences 68.9 and 72.2.
-        segment = max(1024, 8 * longest)
-        return StatePlan(64, 64, 64, segment, 4, most_stages(heads), False, 8, limits.dependent_launch)
+        segment, lanes = max(1024, 8 * longest), 8
+        if longest <= 128 and 4 * heads.num_heads * cdiv(heads.head_v, 64) >= 3 * limits.cores:
+            # Fewer lanes fill the device. There, by 1024, 1280 and 1536 tokens: one sequence 23.9, 23.2 and 23.5, 16 of
+            # 4096 204, 199 and 188; but one at 8 heads of 128 13.2 and 13.9, at 64 of 64 13.9 and 14.6.
+            segment, lanes = 1536, 6
+        return StatePlan(64, 64, 64, segment, 4, most_stages(heads), False, lanes, limits.dependent_launch)
     # Sums of segments that are not the whole state then take 6 % of the bytes of k and v in 16 bits, twice.
     segment = 16 * longest
     widest = 64 if is_float32 else 128
@@ -104,3 +108,15 @@ def plan_state(
     num_warps = 8 if block_d * block_e > 64 * 128 else 4
     stages = 3 if limits.shared_memory > 64 * 1024 else 2
     return StatePlan(64, block_d, block_e, segment, num_warps, stages)
+
+
+def in_one_launch(problem: StateProblem, plan: StatePlan) -> bool:
+    """Whether the last program of a state's lanes adds them up, without a launch behind, with the same bits.
+
+    On an H200, us by two launches and by one, 64 heads of 128: 256 sequences of 256 tokens 1005 and 848, 16 of 4096 206
+    and 204 (H100 268 and 252), 13 unlike ones 118 and 116; but one of 65536 23.9 and 26.6, 4 of 16384 65.3 and 68.0. Of
+    larger heads, whose programs go round lanes, where most have one: 64 of 256, 16 of 1024 334 and 293, but 4 of 4096
+    133 and 138. In float32 16 of 4096 790 and 811.
+    """
+    is_short = problem.heads.head_qk <= 128 or problem.rows <= problem.sequences * plan.segment
+    return problem.sequences >= 8 and not plan.bf16x6 and is_short

@@ -336,7 +336,7 @@ def _with_snapshots(
     """The prefill, and then what advances snapshots from whole chunks to their positions."""
     block_d = max(16, power_of_two_at_least(sizes.D))
     grid = (cdiv(sizes.E, 64) * sizes.H * problem.sequences * problem.snapshots, 1, 1)
-    sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1, IN_TURN=0, WARPS=4)
+    sizes = sizes._replace(BLOCK_D=block_d, BLOCK_E=64, STAGES=1, IN_TURN=0, SHARED=False, WARPS=4)
     of_tokens = DecodeStrides(k=strides.k, v=strides.v, pool=strides.final)
     rest = (problem.rows, problem.num_slots, problem.snapshots, of_tokens, sizes)
     finish = Launch(recurrent.finish_snapshots, grid, rest, device, num_warps=8)

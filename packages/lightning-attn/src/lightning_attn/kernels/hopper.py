@@ -26,7 +26,7 @@ from lightning_attn.kernels.chunked import in_units
 from lightning_attn.kernels.decay import base_two_rate, decay_over, rest_of_rate, unit_of
 from lightning_attn.kernels.hopper_apart import items_of, locate_item, wait_for_ahead, wait_for_call
 from lightning_attn.kernels.hopper_chain import await_turn, end_turn, own_state, pass_on, state_before
-from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
+from lightning_attn.kernels.hopper_groups import Decays, HeadRows, Operands, Pools, Span
 from lightning_attn.kernels.hopper_long import (
     await_shares,
     end_share,
@@ -166,7 +166,7 @@ def prefill_item(
             q = rows_of_head(pointers.q, strides.q, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
             k = rows_of_head(pointers.k, strides.k, i_first, i_h.to(gl.int64), sizes.RATIO_QK)
             v = rows_of_head(pointers.v, strides.v, i_first, i_h.to(gl.int64), sizes.RATIO_V)
-            single_token((q, k, v, o), begin, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
+            single_token(HeadRows(q, k, v, o), begin, column, pools, has, slot, i_h, decays, sizes)
             # No chunk is left.
             end = begin
         if LONG:
@@ -194,9 +194,9 @@ def prefill_item(
         i_h_v = i_h // sizes.RATIO_V
         dtype: gl.constexpr = d_q.dtype
         if LONG:
-            of = (i_n, i_segment, first, length, slot, i_h)
-            place = (i_box, i_h_qk, i_h_v, column, begin - lead * CHUNK)
-            S = state_before_share(tensors, pools, batch, of, place, lead, decays, sizes)
+            span = Span(i_n, i_segment, first, length, begin, end, slot)
+            ahead = Work(i_box, i_h_qk, i_h_v, i_h, column, begin - lead * CHUNK, lead)
+            S = state_before_share(tensors, pools, batch, span, ahead, decays, sizes)
         q_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_q.block_type.shape, d_q.layout)
         k_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_k.block_type.shape, d_k.layout)
         v_stages = gl.allocate_shared_memory(dtype, [STAGES] + d_v.block_type.shape, d_v.layout)

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lightning_attn.kernels.hopper_groups import Decays, HeadRows, Pools
 from lightning_attn.kernels.hopper_rows import hidden_zero, single_token, store_zeros
 from lightning_attn.kernels.schedule import (
     Batch,
@@ -146,7 +147,7 @@ def tokens(
     """``hopper_rows.single_token`` for each sequence that has one."""
     BLOCK_E: gl.constexpr = sizes.BLOCK_E
     batch = Batch(p_cu, p_slots, p_has, Counts(rows, num_sequences, num_slots))
-    initial, final = States(p_initial, strides.initial), States(p_final, strides.final)
+    pools = Pools(States(p_initial, strides.initial), States(p_final, strides.final), None)
     i_e, i_h, i_n = program(sizes.H, (sizes.E + BLOCK_E - 1) // BLOCK_E)
     i_h = i_h.to(gl.int64)
     i_n = i_n.to(gl.int64)
@@ -164,6 +165,6 @@ def tokens(
     has = has_initial(batch, i_n)
     if end - row == 1:
         if slot >= 0:
-            single_token((q, k, v, o), row, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
+            single_token(HeadRows(q, k, v, o), row, column, pools, has, slot, i_h, Decays(p_slopes, scale), sizes)
         else:
             store_zeros(o, row, end, column, sizes)

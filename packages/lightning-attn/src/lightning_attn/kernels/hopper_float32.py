@@ -27,13 +27,13 @@ from lightning_attn.kernels.hopper_float32_step import (
     follow,
     step,
 )
-from lightning_attn.kernels.hopper_groups import Decays, Operands, Pools
+from lightning_attn.kernels.hopper_groups import Decays, HeadRows, Operands, Pools, Span
 from lightning_attn.kernels.hopper_long import locate_share, rows_of_sequence, shares_of_segment
 from lightning_attn.kernels.hopper_parts import allocate_parts, product_layout, rows_layout
 from lightning_attn.kernels.hopper_ring import pieces_of
 from lightning_attn.kernels.hopper_rows import (
-    load_state,
     single_token,
+    state_before,
     store_snapshots,
     store_state,
     zero_state,
@@ -185,7 +185,7 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
         # There may be a program for a second segment of it, which has no rows.
         if (length == 1) & (slot >= 0) & (begin < end):
             has = has_initial(batch, i_n)
-            single_token((q, k, v, o), begin, column, p_slopes, initial, final, has, slot, i_h, scale, sizes)
+            single_token(HeadRows(q, k, v, o), begin, column, pools, has, slot, i_h, decays, sizes)
             # No chunk is left.
             end = begin
     if slot < 0:
@@ -206,16 +206,8 @@ def prefill_item(i_item, items, pointers, batch, pools, snapshots, decays, strid
         L_S: gl.constexpr = product_layout(BLOCK_D)
         o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, L_S))
         o_e = column + gl.arange(0, BLOCK_E, gl.SliceLayout(1, L_S))
-        S = zero_state(sizes)
-        is_carried = False
-        if SEGMENT:
-            is_carried = length > SEGMENT
-            if is_carried:
-                i_state = carried_slot(batch, i_n, first, SEGMENT) + i_segment
-                S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
-        if initial.p is not None:
-            if has_initial(batch, i_n) and not is_carried:
-                S = load_state(initial, slot, i_h, o_d, o_e, sizes)
+        span = Span(i_n, i_segment, first, length, begin, end, slot)
+        S, _ = state_before(pools, batch, span, i_h, o_d, o_e, sizes)
         rate = base_two_rate(p_slopes, i_h)
         rates = (rate, rest_of_rate(p_slopes, i_h, rate))
         if snapshots.p_positions is not None:

@@ -33,16 +33,15 @@ from lightning_attn.kernels.hopper_ring import (
 )
 from lightning_attn.kernels.hopper_rows import (
     columns_of_piece,
-    load_state,
     load_tile,
     opaque,
     rows_of_piece,
     single_token,
+    state_before,
     store_snapshots,
     store_state,
     store_weights,
     store_zeros,
-    zero_state,
 )
 from lightning_attn.kernels.hopper_step import Chunk, out_layout, store_tile_of_outputs, weighted
 from lightning_attn.kernels.schedule import (
@@ -261,19 +260,7 @@ def sum_up(S, own, batch, span, decays, i_h, o_d, o_e, sizes: gl.constexpr):
 @gluon.jit
 def begin_state(pools, batch, span, i_h, o_d, o_e, decays, sizes: gl.constexpr, IN_UNITS: gl.constexpr):
     """The state before a program's first row."""
-    initial = pools.initial
-    S = zero_state(sizes)
-    is_carried = False
-    if sizes.SEGMENT:
-        is_carried = span.length > sizes.SEGMENT
-        if sizes.SUMMED:
-            is_carried = span.length > sizes.SEGMENT * sizes.SUMMED
-        if is_carried:
-            i_state = carried_slot(batch, span.i_n, span.first, sizes.SEGMENT) + span.i_segment
-            S = load_state(pools.carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
-    if initial.p is not None:
-        if has_initial(batch, span.i_n) and not is_carried:
-            S = load_state(initial, span.slot, i_h, o_d, o_e, sizes)
+    S, is_carried = state_before(pools, batch, span, i_h, o_d, o_e, sizes)
     if sizes.SUMMED:
         if (span.length > sizes.SEGMENT) & (not is_carried):
             S = sum_up(S, pools.carried, batch, span, decays, i_h, o_d, o_e, sizes)
@@ -294,7 +281,6 @@ def follow(
     L_S: gl.constexpr = state_layout(sizes)
     L_O: gl.constexpr = out_layout(sizes)
     d_o = tensors[3]
-    initial = pools.initial
     final = pools.final
     o = rows.o
     p_slopes = decays.p_slopes
@@ -304,10 +290,7 @@ def follow(
     if TOKENS:
         if span.is_token:
             has = has_initial(batch, span.i_n)
-            of_head = (rows.q, rows.k, rows.v, o)
-            single_token(
-                of_head, span.begin, work.column, p_slopes, initial, final, has, span.slot, work.i_h, scale, sizes
-            )
+            single_token(rows, span.begin, work.column, pools, has, span.slot, work.i_h, decays, sizes)
     if span.slot < 0:
         store_zeros(o, span.begin, span.end, work.column, sizes)
         if batch.p_cu is not None:

@@ -63,7 +63,7 @@ class Span(NamedTuple):
     """What a program takes: rows begin to end of a sequence, of which i_segment is the segment's number.
 
     first: the sequence's first row. is_token: the sequence is one token, and goes by no ring. short: the number of the
-    chunk that is not whole, or -1, and rest its rows.
+    chunk that is not whole, or -1, and rest its rows. The last three are of kernels by roles alone.
     """
 
     i_n: Any
@@ -73,9 +73,9 @@ class Span(NamedTuple):
     begin: Any
     end: Any
     slot: Any
-    is_token: Any
-    short: Any
-    rest: Any
+    is_token: Any = None
+    short: Any = None
+    rest: Any = None
 
 
 class Pools(NamedTuple):

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lightning_attn.kernels.decay import base_two_rate, decay_over, entering, rest_of_rate
 from lightning_attn.kernels.hopper_apart import TOGETHER, nth_of, numbers, wait_for_ahead
-from lightning_attn.kernels.hopper_ring import state_layout
+from lightning_attn.kernels.hopper_ring import Ring, state_layout
 from lightning_attn.kernels.hopper_rows import load_state, zero_state
 from lightning_attn.kernels.schedule import bounds, carried_slot, has_initial, sequence_of, weight_before
 
@@ -179,64 +179,61 @@ def own_chunks(i_share, shares, chunks):
 
 
 @gluon.jit
-def load_lead(tensors, place, stages, i, chunks, sizes: gl.constexpr):
+def load_lead(tensors, ring, work, i, sizes: gl.constexpr):
     """Issue the loads of chunk i of k and v, if there is one."""
-    _, d_k, d_v, _ = tensors
-    k_stages, v_stages, full_k, full_v = stages
-    i_box, i_h_qk, i_h_v, column, start = place
+    d_k = tensors.k
+    d_v = tensors.v
     stage = i % lead_stages(sizes)
-    row = start + i * sizes.CHUNK
-    pred = i < chunks
-    mbarrier.expect(full_k.index(stage), d_k.block_type.nbytes, pred=pred)
-    mbarrier.expect(full_v.index(stage), d_v.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(d_k, [i_box, i_h_qk, row, 0], full_k.index(stage), k_stages.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(
-        d_v, [i_box, i_h_v, row, column], full_v.index(stage), v_stages.index(stage), pred=pred
-    )
+    row = work.start + i * sizes.CHUNK
+    pred = i < work.chunks
+    mbarrier.expect(ring.full_k.index(stage), d_k.block_type.nbytes, pred=pred)
+    mbarrier.expect(ring.full_v.index(stage), d_v.block_type.nbytes, pred=pred)
+    of_k, of_v = [work.i_box, work.i_h_qk, row, 0], [work.i_box, work.i_h_v, row, work.column]
+    tma.async_copy_global_to_shared(d_k, of_k, ring.full_k.index(stage), ring.k.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(d_v, of_v, ring.full_v.index(stage), ring.v.index(stage), pred=pred)
 
 
 @gluon.jit
-def lead_values(stages, i, chunks, b_entering, sizes: gl.constexpr):
+def lead_values(ring, i, chunks, b_entering, sizes: gl.constexpr):
     """The weighted values of chunk i, an operand; of one that is not there, whatever the ring has."""
     L: gl.constexpr = lead_stages(sizes)
     operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
-    _, v_stages, _, full_v = stages
-    mbarrier.wait(full_v.index(i % L), (i // L) & 1, pred=i < chunks)
-    v_tile = v_stages.index(i % L).reshape([sizes.CHUNK, sizes.BLOCK_E])
+    mbarrier.wait(ring.full_v.index(i % L), (i // L) & 1, pred=i < chunks)
+    v_tile = ring.v.index(i % L).reshape([sizes.CHUNK, sizes.BLOCK_E])
     return (v_tile.permute((1, 0)).load(operand).to(gl.float32) * b_entering[None, :]).to(v_tile.dtype)
 
 
 @gluon.jit
-def lead_up(tensors, place, chunks, S, rate, decay, scale, sizes: gl.constexpr):
-    """The state behind so many whole chunks, with the bits that ``hopper_step.step`` gives it.
+def lead_up(tensors, work, S, rate, decay, scale, sizes: gl.constexpr):
+    """The state behind the work's chunks, all whole, with the bits that ``hopper_step.step`` gives it.
 
-    place: of TMA coordinates, the box, the heads of k and of v, the column and the first row. The memory of its ring
-    is another one's afterwards.
+    The memory of its ring is another one's afterwards.
     """
     L: gl.constexpr = lead_stages(sizes)
     operand: gl.constexpr = gl.DotOperandLayout(0, state_layout(sizes), 2)
-    _, d_k, d_v, _ = tensors
+    d_k = tensors.k
+    d_v = tensors.v
     k_stages = gl.allocate_shared_memory(d_k.dtype, [L] + d_k.block_type.shape, d_k.layout)
     v_stages = gl.allocate_shared_memory(d_v.dtype, [L] + d_v.block_type.shape, d_v.layout)
     full_k = gl.allocate_shared_memory(gl.int64, [L, 1], mbarrier.MBarrierLayout())
     full_v = gl.allocate_shared_memory(gl.int64, [L, 1], mbarrier.MBarrierLayout())
-    stages = (k_stages, v_stages, full_k, full_v)
+    ring = Ring(None, k_stages, v_stages, None, full_k, full_v)
     for i in gl.static_range(L):
         mbarrier.init(full_k.index(i), count=1)
         mbarrier.init(full_v.index(i), count=1)
     fence_async_shared()
     tl.debug_barrier()
     for i in gl.static_range(L - 1):
-        load_lead(tensors, place, stages, i, chunks, sizes)
+        load_lead(tensors, ring, work, i, sizes)
     b_entering = entering(rate, gl.arange(0, sizes.CHUNK, gl.SliceLayout(0, operand)), sizes.CHUNK, scale, False)
-    b_v = lead_values(stages, 0, chunks, b_entering, sizes)
-    for i in range(chunks):
+    b_v = lead_values(ring, 0, work.chunks, b_entering, sizes)
+    for i in range(work.chunks):
         # Past the barrier at a chunk's end no warp is still in it.
-        load_lead(tensors, place, stages, i + L - 1, chunks, sizes)
+        load_lead(tensors, ring, work, i + L - 1, sizes)
         mbarrier.wait(full_k.index(i % L), (i // L) & 1)
         k_tile = k_stages.index(i % L).reshape([sizes.CHUNK, sizes.BLOCK_D])
         issued = warpgroup_mma(b_v, k_tile, S * decay, is_async=True)
-        b_v = lead_values(stages, i + 1, chunks, b_entering, sizes)
+        b_v = lead_values(ring, i + 1, work.chunks, b_entering, sizes)
         S = warpgroup_mma_wait(0, deps=[issued])
         tl.debug_barrier()
     for i in gl.static_range(L):
@@ -248,33 +245,27 @@ def lead_up(tensors, place, chunks, S, rate, decay, scale, sizes: gl.constexpr):
 
 
 @gluon.jit
-def state_before_share(tensors, pools, batch, of, place, lead, decays, sizes: gl.constexpr):
-    """The state behind so many chunks of a segment, or zeros where there are none.
-
-    of: the sequence, segment, its first row, its length, its slot and the head. place: see ``lead_up``.
-    """
-    initial, _, carried = pools
-    p_slopes, scale = decays
-    i_n, i_segment, first, length, slot, i_h = of
+def state_before_share(tensors, pools, batch, span, work, decays, sizes: gl.constexpr):
+    """The state behind the chunks of a segment that are other programs' work, or zeros where there are none."""
     L_S: gl.constexpr = state_layout(sizes)
     S = zero_state(sizes)
-    if lead > 0:
+    if work.chunks > 0:
         o_d = gl.arange(0, sizes.BLOCK_D, gl.SliceLayout(0, L_S))
-        o_e = place[3] + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
+        o_e = work.column + gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(1, L_S))
         if sizes.DEPENDENT_LAUNCH:
             wait_for_ahead(batch, sizes)
         begins_anew = True
         if sizes.SEGMENT:
-            begins_anew = length <= sizes.SEGMENT
+            begins_anew = span.length <= sizes.SEGMENT
             if not begins_anew:
-                i_state = carried_slot(batch, i_n, first, sizes.SEGMENT) + i_segment
-                S = load_state(carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
-        if initial.p is not None:
-            if has_initial(batch, i_n) and begins_anew:
-                S = load_state(initial, slot, i_h, o_d, o_e, sizes)
-        rate = base_two_rate(p_slopes, i_h)
-        decay = decay_over(rate, rest_of_rate(p_slopes, i_h, rate), gl.to_tensor(sizes.CHUNK))
-        S = (lead_up(tensors, place, lead, S[0], rate, decay, scale, sizes),)
+                i_state = carried_slot(batch, span.i_n, span.first, sizes.SEGMENT) + span.i_segment
+                S = load_state(pools.carried, i_state.to(gl.int64), work.i_h, o_d, o_e, sizes)
+        if pools.initial.p is not None:
+            if has_initial(batch, span.i_n) and begins_anew:
+                S = load_state(pools.initial, span.slot, work.i_h, o_d, o_e, sizes)
+        rate = base_two_rate(decays.p_slopes, work.i_h)
+        decay = decay_over(rate, rest_of_rate(decays.p_slopes, work.i_h, rate), gl.to_tensor(sizes.CHUNK))
+        S = (lead_up(tensors, work, S[0], rate, decay, decays.scale, sizes),)
     return S
 
 

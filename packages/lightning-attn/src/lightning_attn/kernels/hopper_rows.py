@@ -6,7 +6,14 @@ from triton.experimental.gluon import language as gl
 
 from lightning_attn.kernels.decay import base_two_rate, entering, kept_and_lost, seeing, unit_of
 from lightning_attn.kernels.hopper_ring import piece_layout, pieces_of, width_of
-from lightning_attn.kernels.schedule import States, StateStrides, snapshot_slot, state_pointers
+from lightning_attn.kernels.schedule import (
+    States,
+    StateStrides,
+    carried_slot,
+    has_initial,
+    snapshot_slot,
+    state_pointers,
+)
 
 
 @gluon.constexpr_function
@@ -161,6 +168,27 @@ def load_state(states, slot, i_h, o_d, o_e, sizes: gl.constexpr, FRESH: gl.const
 
 
 @gluon.jit
+def state_before(pools, batch, span, i_h, o_d, o_e, sizes: gl.constexpr):
+    """The state before a segment: what was carried to it, or what its sequence begins from; and whether it was carried.
+
+    Of sequences of SUMMED segments at most none is: their programs sum up what segments leave.
+    """
+    S = zero_state(sizes)
+    is_carried = False
+    if sizes.SEGMENT:
+        is_carried = span.length > sizes.SEGMENT
+        if sizes.SUMMED:
+            is_carried = span.length > sizes.SEGMENT * sizes.SUMMED
+        if is_carried:
+            i_state = carried_slot(batch, span.i_n, span.first, sizes.SEGMENT) + span.i_segment
+            S = load_state(pools.carried, i_state.to(gl.int64), i_h, o_d, o_e, sizes)
+    if pools.initial.p is not None:
+        if has_initial(batch, span.i_n) and not is_carried:
+            S = load_state(pools.initial, span.slot, i_h, o_d, o_e, sizes)
+    return S, is_carried
+
+
+@gluon.jit
 def store_tile(p_tile, o_d, o_e, b_S, sizes: gl.constexpr):
     """Store what lies inside a state."""
     b_S = b_S.to(p_tile.dtype.element_ty)
@@ -197,16 +225,16 @@ def store_snapshots(snapshots, batch, states, i_n, at, i_h, o_d, o_e, S, sizes: 
 
 
 @gluon.jit
-def single_token(rows, row, column, p_slopes, initial, final, has, slot, i_h, scale, sizes: gl.constexpr):
+def single_token(rows, row, column, pools, has, slot, i_h, decays, sizes: gl.constexpr):
     """A sequence of one token, in float32: it is bound by its state, for which no ring of chunks is set up.
 
-    rows: q, k, v and o of its heads. has: whether it starts from a state.
+    rows: HeadRows. has: whether it starts from a state.
     """
     COLUMNS: gl.constexpr = columns_of_token(sizes)
     for i in gl.static_range(sizes.BLOCK_E // COLUMNS):
         first = column + i * COLUMNS
-        loaded = load_token(rows, row, first, initial, has, slot, i_h, COLUMNS, sizes)
-        take_token(loaded, rows[3], row, p_slopes, final, slot, i_h, scale, sizes)
+        loaded = load_token(rows, row, first, pools.initial, has, slot, i_h, COLUMNS, sizes)
+        take_token(loaded, rows.o, row, decays, pools.final, slot, i_h, sizes)
 
 
 @gluon.jit
@@ -214,7 +242,9 @@ def load_token(rows, row, column, initial, has, slot, i_h, COLUMNS: gl.constexpr
     """What ``take_token`` needs for so many columns of a state: where they are, these, and q, k and v."""
     D: gl.constexpr = whole_rows(sizes)
     layout: gl.constexpr = decoding_layout(COLUMNS, sizes.WARPS)
-    q, k, v, _ = rows
+    q = rows.q
+    k = rows.k
+    v = rows.v
     row = row.to(gl.int64)
     o_d = hidden_zero(sizes) + gl.arange(0, D, gl.SliceLayout(0, layout))
     o_e = column + gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
@@ -229,14 +259,14 @@ def load_token(rows, row, column, initial, has, slot, i_h, COLUMNS: gl.constexpr
 
 
 @gluon.jit
-def take_token(loaded, o, row, p_slopes, final, slot, i_h, scale, sizes: gl.constexpr):
+def take_token(loaded, o, row, decays, final, slot, i_h, sizes: gl.constexpr):
     """Store the state behind the token, and its output."""
     o_d, o_e = loaded[0]
     b_S, b_q, b_k, b_v = loaded[1]
-    kept, lost = kept_and_lost(base_two_rate(p_slopes, i_h), 1)
+    kept, lost = kept_and_lost(base_two_rate(decays.p_slopes, i_h), 1)
     b_S = b_S * kept + (b_S * lost + b_v[:, None] * b_k[None, :])
     store_tile(state_pointers(final, slot, i_h.to(gl.int64), o_d, o_e), o_d, o_e, b_S, sizes)
-    b_o = gl.sum(b_S * b_q[None, :], axis=1) * scale
+    b_o = gl.sum(b_S * b_q[None, :], axis=1) * decays.scale
     p_o = o.p + row.to(gl.int64) * o.stride + o_e * o.element
     if sizes.IN_TURN == 2:
         b_o = b_o + gl.load(p_o, mask=o_e < sizes.E, other=0.0)

@@ -33,6 +33,9 @@ static void store(Shared to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
   uint32_t all[4] = {x, y, z, w};
   memcpy(to, all, 16);
 }
+static void store_four(float *to, bool there, float x, float y, float z, float w) {
+  if (there) to[0] = x, to[1] = y, to[2] = z, to[3] = w;
+}
 static int own_rank() { return own / threads_of_program; }
 static Distance to_other(Shared) { return own_rank() ? -memory_of_program : memory_of_program; }
 static void send(Shared from, int bytes, Distance distance, Shared) { memcpy(from + distance, from, bytes), sent += bytes; }
@@ -247,7 +250,27 @@ template <int COLUMNS, bool BF16> static void stored(const char *name) {
   printf("%s: %d %d\n", name, wrong, ROWS * APART);
 }
 
+// The same of partial results: a half of what a row has.
+static void stored_part(const char *name) {
+  constexpr int ROWS = 64, PRESENT = 45, COLUMNS = 256, APART = 2 * COLUMNS;
+  auto value = [](int row, int column) { return float(row * 1000 + column); };
+  std::vector<float> out(ROWS * APART, -1.f);
+  run_threads(128, [&](int thread) {
+    float accumulated[COLUMNS / 2];
+    for (int i = 0; i < COLUMNS / 2; i++)
+      mla::rows::keep(accumulated, i, value(thread / 32 * 16 + i / 2 % 2 * 8 + thread % 32 / 4, i / 4 * 8 + thread % 4 * 2 + i % 2));
+    mla::rows::store_part<COLUMNS>(accumulated, out.data() + COLUMNS, APART, PRESENT, thread);
+  });
+  int wrong = 0;
+  for (int i = 0; i < ROWS * APART; i++) {
+    int row = i / APART, column = i % APART - COLUMNS;
+    wrong += out[i] != (row < PRESENT && column >= 0 ? value(row, column) : -1.f);
+  }
+  printf("%s: %d %d\n", name, wrong, ROWS * APART);
+}
+
 int main() {
+  stored_part("a part");
   stored<128, true>("a tile");
   stored<64, false>("a tile, float16");
   copied<16>("copied");

@@ -152,7 +152,7 @@ class ByRows(NamedTuple):
 
     cache: str
     rows: int
-    joined: bool
+    known: str
     dtype: torch.dtype = BF16
     name = "decode_sparse"
 
@@ -168,7 +168,7 @@ class ByRows(NamedTuple):
     def constants(self) -> dict[str, Any]:
         from tilelang_mla import launch
 
-        return launch.sparse_constants(self.problem, self.tiles, self.dtype, "joined" if self.joined else "")
+        return launch.sparse_constants(self.problem, self.tiles, self.dtype, self.known)
 
 
 class Prefill(NamedTuple):
@@ -294,8 +294,9 @@ OF_KEYS = {
     "one scale, not widened": OfKeys("decode_8bit", "e4m3", 16, narrow=True),
     "lists of records in two programs, 32 rows": OfKeys("decode_sparse", "656", 32, joined=True),
 }
-# Others are pages of any size, one scale, and what one program widens alone: nothing was seen to spill there.
-BY_ROWS = {"widened for two": ByRows("656", 128, False), "16 bits, merged by two": ByRows("", 64, True)}
+# Others are pages of any size, one scale, what one program widens alone, and parts that are found: nothing was seen to
+# spill there.
+BY_ROWS = {"widened for two": ByRows("656", 128, "even"), "16 bits, merged by two": ByRows("", 64, "joined")}
 # With ropes, and of one tile of heads, nothing was seen to spill.
 OF_LISTS = {"no rope": OfLists(0), "keys are rows": OfLists(64, 16)}
 PREFILL = {
@@ -541,7 +542,9 @@ def test_keys_by_rows_are_loaded_and_widened_without_spills_in_the_loop_over_blo
     assert "cp_async_gs_conditional" not in made.text
     assert ("mla::rows::widen_right" if kernel.cache else "mla::rows::copy_rows") in made.text
     # Of two parts three roles synchronise twice, one of them in two places.
-    assert made.text.count("tl::cluster_sync()") == (6 if kernel.joined else 2)
+    assert made.text.count("tl::cluster_sync()") == (6 if kernel.known == "joined" else 2)
+    # Each role stores partial results.
+    assert len(re.findall(r"mla::rows::store_part<256>\(", made.text)) == (2 if kernel.known == "even" else 0)
     # Lanes of a warp call together: no call is guarded by what one of them knows.
     assert not re.search(r"if \(.*place.*\{\s*mla::rows", made.text)
     weights = 2 * kernel.tiles.block_m * kernel.tiles.block_n

@@ -76,7 +76,7 @@ def test_loaders_by_rows_and_stores_of_tiles_put_each_element_at_its_address_and
     only rows that are there are stored."""
     said = said_by("rows", tmp_path)
     elements, bytes_sent = str(3 * 64 * 576), str(2 * 3 * 32 * 576 * 2)
-    want = [("a tile", "0", str(128 * 152)), ("a tile, float16", "0", str(128 * 88))]
+    want = [("a part", "0", str(64 * 512)), ("a tile", "0", str(128 * 152)), ("a tile, float16", "0", str(128 * 88))]
     want += [(name, "0", elements) for name in OF_ROWS]
     for name in OF_TWO:
         want += [(name, "0", elements)] * 2 + [(f"{name}, bytes sent", "0", bytes_sent)]

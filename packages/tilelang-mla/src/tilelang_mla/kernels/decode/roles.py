@@ -14,7 +14,7 @@ from tilelang_mla.kernels.decode.loads import gather_block, load_left, load_q, l
 from tilelang_mla.kernels.decode.rows import Held, alloc_held, at, begin_rows, load_by_rows
 from tilelang_mla.kernels.decode.schedule import Owner, find_part, owner_of, part_of, tell_own
 from tilelang_mla.kernels.decode.shares import tell_share, turns_of
-from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_lse
+from tilelang_mla.kernels.decode.stores import store_lse, store_max, store_part, store_part_by_rows, store_part_lse
 from tilelang_mla.kernels.decode.widen import begin_raw, load_widened
 from tilelang_mla.kernels.softmax import (
     any_moved,
@@ -248,7 +248,7 @@ def score(T, S, launch, inputs, outputs, memory, barriers, s, acc):
             T.tma_store_wait()
         if not (S.whole or S.joined):
             if work.num_parts > 1:
-                store_part(T, outputs.parts, acc, work, 0)
+                put_part(T, S, outputs.parts, acc, work, 0)
                 store_part_lse(T, launch, outputs.part_lse, s, work)
         if not S.ahead:
             T.barrier_arrive(barriers.work_empty)
@@ -313,7 +313,7 @@ def value(T, S, launch, inputs, outputs, memory, barriers, rescale, acc):
             T.tma_store_wait()
         if not (S.whole or S.joined):
             if work.num_parts > 1:
-                store_part(T, outputs.parts, acc, work, S.half)
+                put_part(T, S, outputs.parts, acc, work, S.half)
         if not S.ahead:
             T.barrier_arrive(barriers.work_empty)
 
@@ -337,6 +337,15 @@ def store_ahead(T, S, out, acc, work, ring, empty, stage, begin, of_role):
             for i in T.serial(S.half // _ZEROS):
                 for j in T.vectorized(_ZEROS):
                     out[work.sequence, work.first_row + thread, begin + i * _ZEROS + j] = 0
+
+
+@macro
+def put_part(T, S, parts, acc, work, begin):
+    """Half of the latents of a partial result."""
+    if S.paired and S.even:
+        store_part_by_rows(T, parts, acc, work, begin)
+    else:
+        store_part(T, parts, acc, work, begin)
 
 
 def scale_of(S: Any, launch: Any, inputs: Any) -> Any:

@@ -87,6 +87,11 @@ template <class Barrier> MLA_DEVICE void free_both(Barrier &empty, int thread) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(own) : "memory");
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(own + to_other(own)) : "memory");
 }
+// Four numbers to memory, if they are to be: nvcc would branch round each store.
+MLA_DEVICE void store_four(float *to, bool there, float x, float y, float z, float w) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.v4.f32 [%0], {%1, %2, %3, %4};}"
+               ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w), "r"(int(there)) : "memory");
+}
 // Four numbers of e4m3 to float16.
 MLA_DEVICE void widen(uint32_t four, uint32_t &low, uint32_t &high) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
@@ -358,6 +363,28 @@ MLA_DEVICE void widen_right(
     int thread, Barrier &full) {
   widen_right_for<KEYS, RECORDS, BF16, SLOTS>(
       held, scales, ring, own, own_there, next, next_there, thread, Both(full, 4 * LINE, thread));
+}
+
+// Partial results
+
+// A thread's accumulators, one by one, to an array of its own.
+MLA_DEVICE void keep(float *own, int i, float x) { own[i] = x; }
+
+// own: of 64 rows to a warpgroup, of COLUMNS each. rows: how many there are. Of eight columns a thread has two: neighbours
+// give each other two of one of two eights, and store four, so that a warp's store has 64 bytes of each of its rows.
+template <int COLUMNS> MLA_DEVICE void store_part(const float *own, void *out, int64_t stride, int rows, int thread) {
+  int lane = thread & 31, row = (thread >> 5) * 16 + (lane >> 2);
+  bool odd = lane & 1;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    float *to = static_cast<float *>(out) + (row + 8 * half) * stride + odd * 8 + (lane & 2) * 2;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 16; i++) {
+      const float *x = own + 8 * i + 2 * half;
+      float a = of_lane(odd ? x[0] : x[4], lane ^ 1), b = of_lane(odd ? x[1] : x[5], lane ^ 1);
+      store_four(to + 16 * i, row + 8 * half < rows, odd ? a : x[0], odd ? b : x[1], odd ? x[4] : a, odd ? x[5] : b);
+    }
+  }
 }
 
 }  // namespace mla::rows

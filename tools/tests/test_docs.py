@@ -105,6 +105,9 @@ def test_what_a_page_about_measurements_names_is_there(page: Path) -> None:
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert set(re.findall(r"\]\(benchmarks/README\.md#([^)]*)\)", readme)) <= anchors
+    assert set(re.findall(r"\]\(#([^)]*)\)", page.read_text())) <= anchors
+    listed = re.findall(r"^ *- \[(.*)\]\(#", page.read_text(), re.MULTILINE)
+    assert not listed or listed == titles[1:]
     links = [link for link in re.findall(r"\]\(([^)#]+)", page.read_text()) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
 

@@ -446,6 +446,7 @@ REFUSED_ON_HOPPER = {
     "shares of two that follow": PrefillPlan(64, 128, 64, 8, 3, 64, hopper=True, roles=True, shares=2),
     "more shares than 4": PrefillPlan(64, 64, 64, 4, 3, 64, hopper=True, roles=True, shares=5),
     "one stage": replace(ON_HOPPER, num_stages=1),
+    "stages of 241 KiB": replace(ON_HOPPER, num_stages=5),
     "a segment of broken chunks": replace(ON_HOPPER, segment=96),
     "one launch that waits for another": replace(ON_HOPPER, segment=0, dependent_launch=True),
     "float32 with the warps of 16 bits": replace(ON_HOPPER, bf16x6=True),

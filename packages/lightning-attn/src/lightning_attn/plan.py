@@ -223,7 +223,7 @@ class PrefillPlan(Plan):
         # A warpgroup for 64 columns each, which share the scores. Shared memory has no room for more stages.
         if (self.block_e, self.num_warps) == (128, 8):
             return heads.head_v > 64 and 2 <= self.num_stages <= 3
-        return (self.block_e, self.num_warps) == (64, 4) and self.num_stages >= 2
+        return (self.block_e, self.num_warps) == (64, 4) and 2 <= self.num_stages <= (7 if self.block_d == 64 else 4)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ void load(uint32_t *x, const uint8_t *from);
 void load(float &x, const uint8_t *from);
 void fetch(const void *, int);
 void store(Shared to, uint32_t x, uint32_t y, uint32_t z, uint32_t w);
+void store_four(float *to, bool there, float x, float y, float z, float w);
 int own_rank();
 Distance to_other(Shared);
 void send(Shared from, int bytes, Distance distance, Shared);

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,8 +21,10 @@ from kernel_reference.testing.numerics import assert_close_to_oracle
 from tilelang_mla import dequantize_kv, flash_mla_with_kvcache, quantize_kv
 
 # Here, as files beside are found only while this one is loaded; without Triton its rows are absent.
-with suppress(ImportError):
+try:
     import gather
+except ImportError:
+    gather = None  # type: ignore[assignment]
 
 WIDE, RECORDS = "bfloat16 cache", "656"
 ROWS_ALONE, RECORDS_ALONE = "listed rows alone", "listed records alone"
@@ -98,6 +99,8 @@ def flash_mla() -> Callable[[Lists], Theirs]:
 
 
 def rows_alone(records: bool) -> Callable[[Lists], Rows]:
+    if gather is None:
+        raise ImportError("what brings rows alone needs Triton")
     sums_of_rows = gather.sums_of_rows
 
     def call(i: Lists) -> Rows:

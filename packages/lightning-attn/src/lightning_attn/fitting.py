@@ -141,8 +141,8 @@ def widened(plan: PrefillPlan, heads: Heads, segments: int, limits: DeviceLimits
     Two warpgroups of one program share a head's scores, and load its q and k once: two tiles of 64 columns take 1.84
     times as long as one, where they would take two rounds of the device's SMs. On an H200, us: 8 heads x 32768 tokens
     128 -> 118, 16 x 131072 1017 -> 915; but 4 x 16384, which leaves SMs idle, 67 -> 89. Of whole sequences they go by
-    roles: at 64 heads of 128 2 x 16384 573 -> 526, 4 x 8192 606 -> 529, 16 x 4096 1258 -> 1084, in float16
-    1414 -> 1179, of 96 1040 -> 893, of 112 1255 -> 1116; but one of 16384 273 -> 415.
+    roles: at 64 heads of 128 4 x 8192 561 -> 541, 16 x 4096 1152 -> 1084, in float16 1391 -> 1125, of 96 953 -> 819, of
+    112 1110 -> 952, 2 x 16384 550 -> 553; but packed, one of 16384 273 -> 415.
     """
     is_narrow = plan.hopper and not plan.bf16x6 and plan.block_e == 64 and heads.head_qk <= 128
     if not (is_narrow and heads.head_v > 64 and (plan.segment or (plan.roles and heads.head_qk > 64))):
